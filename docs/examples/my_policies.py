@@ -9,8 +9,10 @@ import heapq
 import random
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from sim.cost.base import CostModel
+from sim.cost.context import CostContext
 from testbed.blocks.demand import AllocStatus
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.core.composition import Composition
@@ -336,6 +338,22 @@ class SlowPrefill:
         return Spans(forward_ns=1_000 * (self.base_us + self.per_prefill_token_us * shape.num_prefill_tokens))
 
 
+class Noisy:
+    """Another cost model of the same run, whose forward passes take a random factor: log-normal, `sigma` wide. `keys`
+    are those of the other."""
+
+    def __init__(self, of: str = "roofline", sigma: float = 0.1, **keys: Any) -> None:
+        self._of, self._sigma, self._keys = of, sigma, keys
+
+    def bind(self, context: CostContext) -> None:
+        self._inner = context.cost(self._of, **self._keys)
+        self._random = random.Random(context.seed)
+
+    def price(self, shape: BatchShape) -> Spans:
+        spans = self._inner.price(shape)
+        return spans.replace(forward_ns=round(spans.forward_ns * self._random.lognormvariate(0, self._sigma)))
+
+
 # --- a trace ---
 
 
@@ -363,4 +381,4 @@ _evictions: list[EvictionPolicy] = [DeepestFirst(), TwoQueues()]
 _oracles: list[LengthOracle] = [ByTenant({}), PastOutputs()]
 _composition: Composition = FewPrefills()
 _router: Router = ShortPromptsApart()
-_cost: CostModel = SlowPrefill()
+_costs: list[CostModel] = [SlowPrefill(), Noisy()]

@@ -11,7 +11,7 @@ from experiments.configuration.on_device import check_plans_ahead
 from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, check_counted, quantised_otherwise
-from experiments.wiring.foreign import CheckedOracle, own_classes, policy_failure
+from experiments.wiring.foreign import CheckedOracle, failures_named, own_classes
 from experiments.wiring.traces import build_source as build_source
 from experiments.wiring.traces import build_trace as build_trace
 from experiments.wiring.traces import vocab_size as vocab_size
@@ -26,7 +26,7 @@ from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.core.scheduler import Scheduler
-from testbed.errors import ConfigError, DeviceError, RequestError, TestbedError
+from testbed.errors import ConfigError, DeviceError, RequestError
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
@@ -153,12 +153,8 @@ def check_makeable(config: RunConfig) -> None:
 
 
 def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
-    try:
+    with failures_named(config):
         return _build(config, pools)
-    except TestbedError:
-        raise
-    except Exception as error:  # noqa: BLE001  # a user's class may raise anything
-        raise policy_failure(error, config) or error from None
 
 
 def _build(config: RunConfig, pools: Pools) -> Scheduler:

@@ -8,15 +8,18 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from experiments.configuration.compose import compose_from, to_overrides
 from experiments.configuration.config import RunConfig
 from experiments.configuration.own_class import instantiate
 from experiments.fits import fit_of
 from experiments.tables.devices import device_spec
+from experiments.wiring.foreign import failures_named
 from sim.cost.base import CostModel, Itemised
 from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
 from sim.cost.constant import ConstantCost
+from sim.cost.context import CostContext
 from sim.cost.drawing import filters, is_plain
 from sim.cost.linear import LinearCost
 from sim.cost.roofline import KVLayout, RooflineCost
@@ -75,10 +78,7 @@ def quantised_otherwise(model: ModelSpec) -> str:
 def build_cost(config: RunConfig) -> CostModel:
     match config.cost:
         case dict() as own:
-            model = instantiate("cost", own)
-            if not hasattr(model, "price"):
-                raise ConfigError(f"cost: {own['_target_']} lacks price; see docs/extending.md")
-            return cast(CostModel, model)
+            return _own(config, own)
         case ConstantConfig() as options:
             return ConstantCost(options)
         case LinearConfig() as options:
@@ -90,6 +90,21 @@ def build_cost(config: RunConfig) -> CostModel:
         case RooflineConfig() as options:
             return _roofline(RooflineCost, config, options)
     raise ConfigError("cost=recorded replays a run and prices no other step; choose another cost")
+
+
+def _own(config: RunConfig, node: dict[str, Any]) -> CostModel:
+    """Makes a user's own cost model. Raises ConfigError, or a PolicyError if its `bind` fails."""
+
+    def cost(name: str, **keys: Any) -> CostModel:
+        return build_cost(compose_from(config.raw, to_overrides({"cost": {"name": name, **keys}})))
+
+    model = instantiate("cost", node)
+    if not hasattr(model, "price"):
+        raise ConfigError(f"cost: {node['_target_']} lacks price; see docs/extending.md")
+    if hasattr(model, "bind"):
+        with failures_named(config):
+            model.bind(CostContext(config.model, config.device, config.seed, cost))
+    return cast(CostModel, model)
 
 
 def itemise(cost: CostModel | None) -> Itemise | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from operator import index
 from pathlib import Path
 from pkgutil import resolve_name
@@ -79,6 +79,17 @@ def imported(key: str, target: str) -> Any:
     except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
         reason = missing_name(target) or told(error)
         raise PolicyError(f"{key}={target} cannot be imported ({reason}); mend it, or name another class") from None
+
+
+@contextmanager
+def failures_named(config: RunConfig) -> Iterator[None]:
+    """Context in which what a user's class raises while it is made or bound is a PolicyError that names it."""
+    try:
+        yield
+    except TestbedError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a user's class may raise anything
+        raise policy_failure(error, config) or error from None
 
 
 def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | None:

@@ -126,6 +126,27 @@ def test_a_victim_and_a_mode(examples: None, capsys: pytest.CaptureFixture[str],
         assert (ran.num_events("preempted") > 0) is not swaps
 
 
+def test_a_cost_model_on_one_of_ours_is_that_of_the_run(
+    examples: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without noise it is the other one, also of ranks; with it, the run's seed draws. Its keys are checked as ours."""
+    monkeypatch.syspath_prepend(DOCS / "examples")
+    trace = {"num_requests": 20, "rate": 50}
+    ranks = {"model": "llama3.1_8b", "device": {"name": "h100", "tensor_parallel_size": 2}}
+    noisy = {"_target_": "my_policies.Noisy", "sigma": 0.0}
+    assert simulate(trace, cost=noisy, **ranks).summary["ttft_s"] == simulate(trace, **ranks).summary["ttft_s"]
+    drawn = [simulate(trace, cost=noisy | {"sigma": 0.3}, seed=seed).requests.tpot_s.mean() for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    own = ("run", *TINY, "--config-dir", "my_conf", "cost=noisy", "trace.num_requests=1")
+    for more, message in (
+        (("cost.of=rofline",), "cost has no option 'rofline'; did you mean 'roofline'?"),
+        (("cost.of=constant", "+cost.step_s=soon"), "cost.step_s is 'soon'; it must be a number"),
+        (("cost.of=constant", "+cost.stop_s=1"), "unknown key 'cost.stop_s'; did you mean 'cost.step_s'?"),
+        (("cost.of=3",), "cost=3 is no name of an option"),
+    ):
+        assert message in say(capsys, *own, *more).error()
+
+
 def test_an_eviction(examples: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """4 blocks of 4 tokens. `a` (8 tokens) leaves its blocks 0 and 1, `b` (3 tokens) none. `c` needs 3 of the 4 blocks:
     two are free, one is evicted. `d`, as `a`, finds the first block if the deeper one went."""

@@ -47,6 +47,14 @@ class FindsNone:
     price = choose
 
 
+class BindsNoPrice:
+    def bind(self, context):
+        raise LookupError(context.device.name)
+
+    def price(self, shape):
+        pass
+
+
 class ForgetsToAnswer:
     def allows(self, seq, running):
         pass
@@ -338,6 +346,11 @@ def test_a_composition_that_schedules_what_it_may_not_is_named_with_file_and_lin
     assert f"misbehaving.py:{len(lines)}: AssertionError: " in error, "the last line of the method is to blame"
     for word in words:
         assert word in error
+
+
+def test_a_cost_model_that_cannot_be_bound_is_named(tmp_path: Path, misbehaving: str) -> None:
+    with pytest.raises(TestbedError, match=r"misbehaving\.py:\d+: LookupError: h100 \(in cost=misb"):
+        simulate({"num_requests": 2}, cost={"_target_": f"{misbehaving}.BindsNoPrice"}, folder=tmp_path / "run")
 
 
 def test_a_class_that_takes_from_what_it_was_shown_ends_no_run_as_complete(

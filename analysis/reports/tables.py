@@ -145,7 +145,7 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("CPU KV blocks", values("num_cpu_blocks") if any(run.has_swapped for run in runs) else fmt.NOTHING),
         ("replicas, each with blocks of its own", values("num_replicas") if is_fleet else fmt.NOTHING),
         ("router", values("router") if is_fleet else fmt.NOTHING),
-        ("classes of one's own", "; ".join(dict.fromkeys(told for run in runs for told in _own_classes(run)))),
+        ("classes of one's own", _own_classes(runs)),
         ("commands were given in", values("started_in")),
         ("machine that ran it", values("machine")),
         ("pace of the replay", values("replay", "pace")),
@@ -171,25 +171,41 @@ def _cost_model(run: Run) -> str:
     return ", ".join([str(cost), *given]) if (cost := run.manifest.get("cost")) else ""
 
 
-def _own_classes(run: Run) -> Iterator[str]:
-    """A user's own classes, with parameters and the hash of the file:
-    "mine: scheduler.admission = mine.Cap(most=4), file 1f2e3d4c"."""
-    files = (run.manifest.get("identity") or {}).get("classes") or {}
-    preset = (run.manifest.get("given") or {}).get("scheduler") or run.manifest.get("scheduler")
-    for group, below in run.config.items():
-        for key, node in _nodes(below):
-            module, _, name = str(node["_target_"]).rpartition(".")
-            if module in files:
-                given = ", ".join(f"{one}={fmt.plain(value)}" for one, value in node.items() if one != "_target_")
-                where = f"{group}.{key}" if key else str(group)
-                yield f"{preset}: {where} = {module}.{name}({given}), file {files[module][:8]}"
+def _own_classes(runs: Sequence[Run]) -> str:
+    """The user's own classes, each once, with the hash of its file, and with every value of a parameter that has
+    several. Those that some presets have begin with these: "vllm_v1, ours: scheduler.victim = mine.Last(of=2/3), …"."""
+    found: dict[str, dict[str, dict[str, None]]] = {}  # by class: its parameters' values, in order
+    having: dict[str, dict[str, None]] = {}  # by class: presets
+    presets: dict[str, None] = {}
+    for run in runs:
+        files = (run.manifest.get("identity") or {}).get("classes") or {}
+        preset = str((run.manifest.get("given") or {}).get("scheduler") or run.manifest.get("scheduler"))
+        presets[preset] = None
+        for where, node in _nodes(run.config):
+            target = str(node["_target_"])
+            if digest := files.get(target.rpartition(".")[0]):
+                told = f"{where} = {target}({{}}), file {digest[:8]}"
+                having.setdefault(told, {})[preset] = None
+                for name, value in node.items():
+                    values = found.setdefault(told, {}).setdefault(name, {})
+                    values[fmt.plain(value)] = None
+    return "; ".join(
+        ("" if having[told].keys() == presets.keys() else f"{', '.join(having[told])}: ")
+        + told.format(", ".join(f"{name}={'/'.join(values)}" for name, values in given.items() if name != "_target_"))
+        for told, given in found.items()
+    )
 
 
-def _nodes(node: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(key, settings) of each class in a group: the group itself (key "", as cost and trace may be), or its values."""
-    if isinstance(node, Mapping):
-        yield from (("", node),) if "_target_" in node else ()
-        yield from ((key, one) for key, one in node.items() if isinstance(one, Mapping) and "_target_" in one)
+def _nodes(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(key, settings) of each class: a whole group, as cost and trace may be, or a value of one."""
+    for group, below in config.items():
+        for key, one in {group: below, **{f"{group}.{name}": one for name, one in _items(below)}}.items():
+            if isinstance(one, Mapping) and "_target_" in one:
+                yield key, one
+
+
+def _items(node: Any) -> Iterable[tuple[str, Any]]:
+    return node.items() if isinstance(node, Mapping) else ()
 
 
 def _fact(value: Any) -> str:

@@ -16,7 +16,7 @@ from analysis.reports.parts import ReportInput
 from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import RunFolderError
 from tests.analysis.page import Page
-from tests.analysis.runs import change_config, write_run
+from tests.analysis.runs import change_config, change_manifest, write_run
 
 FEW = {"num_requests": 10}
 
@@ -204,3 +204,19 @@ def test_the_names_of_replicates_cost_one_reading_of_the_configurations(tmp_path
     assert read == [6], "of all runs, once"
     loads = {"rate = 1": arms[:1], "rate = 2": arms[1:]}
     assert [name for _, name, _ in tables.runs_table(loads, links)][2:4] == ["rate = 1, seed 2", "rate = 2, seed 0"]
+
+
+def test_a_class_of_ones_own_is_told_once_with_every_value_of_its_parameters(tmp_path):
+    """Not once for each preset, rate and seed."""
+    for chunked in (False, True):
+        for seed in (0, 1):
+            folder = write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, **FEW)
+            change_config(folder, cost={"_target_": "mine.Noisy", "of": "roofline", "seed": seed})
+            if chunked:
+                change_config(folder, scheduler__victim={"_target_": "mine.Last"})
+            change_manifest(folder, identity={"classes": {"mine": "0123456789"}})
+    rows = {row[0].text: row[1].text for row in tables.setup_table("", load_sweep(tmp_path).runs).rows}
+    assert rows["classes of one's own"] == (
+        "cost = mine.Noisy(of=roofline, seed=0/1), file 01234567; "
+        "decode_first: scheduler.victim = mine.Last(), file 01234567"
+    )

@@ -230,7 +230,7 @@ def test_options_of_a_folder_of_ones_own_are_searched_and_compared_too(
     assert mean.split("|")[-2].strip() == "0.0", "simulated as it was"
     assert say(capsys, "report", "run", "--out", "r.html").status == 0
     page = (home / "r.md").read_text().replace("\\", "")
-    assert re.search(r"ours: cost = mine\.Slow\(base_us=700\), file [0-9a-f]{8}", page), "what stands behind the name"
+    assert re.search(r"\| cost = mine\.Slow\(base_us=700\), file [0-9a-f]{8}", page), "what stands behind the name"
     assert f"| commands were given in | {home} |" in page
     for command in (("capacity", *load), ("fidelity", "run"), ("calibrate",)):
         error = say(capsys, *command, "--config-dir", "nowhere", "cost=ours").error()

@@ -22,7 +22,7 @@ from experiments.configuration.keys import PLAIN, Keys
 from experiments.configuration.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
 from experiments.configuration.policies import GROUPS as POLICIES
 from testbed.errors import ConfigError
-from testbed.foreign_text import unknown
+from testbed.foreign_text import nearest, unknown
 
 MAX_POINTS = 100_000
 _EXTRAS = {  # launchers of other packages, and what to install for each
@@ -314,6 +314,8 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
                 raise ConfigError(f"{file}: the file of an option ends in .yaml; rename it to {file.stem}.yaml")
             keys = [key for key, policies in POLICIES.items() if value in policies]
             elsewhere = f" (a value of {', '.join(keys)})" * bool(keys)
+            if not (keys or library.folders or group.startswith("hydra/") or nearest(value, names)):
+                elsewhere = " (one of your own needs --config-dir=<its folder>)"
             raise ConfigError(unknown(f"{group} has no option {value!r}{elsewhere}", value, names))
         found.append(option)
     if not names:

@@ -36,6 +36,8 @@ _BOUNDS = {
     **dict.fromkeys(("priority", "turn"), (-MAX_PRIORITY - 1, MAX_PRIORITY)),
 }
 
+_GIVEN = "the rows given"  # what errors call their file
+
 
 def make_trace(values: dict[str, Any], seed: int) -> TraceSource:
     """Returns the trace that a class or function of the user's own makes. values: its `_target_` and parameters; a
@@ -68,8 +70,12 @@ def of_rows(rows: Iterable[object], name: str = "") -> Trace:
         try:
             trace = read_trace("jsonl", file)
         except TraceError as error:
-            raise TraceError(str(error).replace(str(file), "the rows given")) from None
-    return Trace(name or trace.name, trace.rows, trace.notes)
+            raise TraceError(str(error).replace(str(file), _GIVEN)) from None
+    return Trace(
+        name or trace.name,
+        tuple(row._replace(place=row.place.replace(str(file), _GIVEN)) for row in trace.rows),
+        trace.notes,
+    )
 
 
 def checked(source: TraceSource) -> Trace:

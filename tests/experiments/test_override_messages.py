@@ -143,6 +143,10 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["report.question=\udcff"], "'report.question=\\udcff' is not UTF-8; give it in that encoding"),
         (["scheduler=sjf"], "scheduler has no option 'sjf' (a value of scheduler.queue_order); valid: decode_first, "),
         (["scheduler=random"], "scheduler has no option 'random' (a value of scheduler.queue_order, backend.router); "),
+        (
+            ["scheduler=mine"],
+            "scheduler has no option 'mine' (one of your own needs --config-dir=<its folder>); valid: ",
+        ),
         (["hydra/job_logging=nope"], "hydra/job_logging has no option 'nope'; did you mean 'none'? "),
         (["report.question=a ${nope} b"], "report.question has ${nope}, and there is no key 'nope' to take the value "),
         (["cache.foo=${nope}"], "unknown key 'cache.foo'; cache has: "),

@@ -189,6 +189,9 @@ def test_a_trace_from_python_is_checked_and_sorted_as_a_file_is() -> None:
         simulate(Trace("mine", (rows[0], rows[0])), model="tiny")
     streamed = simulate(StreamedTrace("mine", lambda: iter(rows)), model="tiny")
     assert streamed.manifest["trace"]["fingerprint"] == run.manifest["trace"]["fingerprint"]
+    endless = [{"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 2}, {"arrival_time": 1, "prompt_tokens": 9}]
+    with pytest.raises(TestbedError, match=r"^the rows given:2: request '1' forces no output"):
+        simulate(endless, model="tiny")
     with pytest.raises(TestbedError, match="request 'd0': the output has 4; a part is a "):
         simulate(StreamedTrace("mine", lambda: iter([rows[0]._replace(output=no_part)])), model="tiny")
 

@@ -18,7 +18,7 @@ from testbed.blocks.interfaces import EvictionPolicy
 from testbed.core.composition import Composition
 from testbed.core.interfaces import AdmissionPolicy, Estimator, PreemptionChoice, VictimChoice, WaitingQueue
 from testbed.core.outcome import Spans
-from testbed.core.plan import BatchShape, BlockedBy, PreemptionMode
+from testbed.core.plan import BatchShape, BlockedBy, PreemptionMode, PrefillChunk
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
@@ -309,6 +309,33 @@ class FewPrefills:
         return None
 
 
+class BoundedSteps:
+    """Another composition, one that splits prompts, within a budget with which a step is predicted to take at most
+    `max_step_ms`: so are the gaps between the tokens of those that decode. Prompts get at least `min_chunk` tokens."""
+
+    def __init__(self, of: Composition, max_step_ms: float, min_chunk: int = 16) -> None:
+        self._of, self._max_ns, self._min_chunk = of, int(max_step_ms * 1e6), min_chunk
+
+    def bind(self, context: PolicyContext) -> None:
+        assert context.estimator is not None  # a run with a class of one's own has step times
+        self._step_ns = context.estimator.step_ns
+
+    def compose(self, step: Step) -> None:
+        contexts = [seq.num_tokens for seq in step.running() if seq.seq_id not in step.prefilling]
+        start = max([seq.num_computed_tokens for seq in step.prefilling.values()], default=0)
+        least, most = self._min_chunk, max(step.token_budget - len(contexts), self._min_chunk)
+        while least < most:  # the largest chunk that fits
+            size = (least + most + 1) // 2
+            shape = BatchShape(len(contexts), sum(contexts), (PrefillChunk(start, size),), len(contexts) + 1)
+            if self._step_ns(shape) <= self._max_ns:
+                least = size
+            else:
+                most = size - 1
+        if contexts:
+            step.token_budget = min(step.token_budget, len(contexts) + least)
+        self._of.compose(step)
+
+
 # --- a router, in front of several simulated replicas ---
 
 
@@ -379,6 +406,6 @@ _victim: VictimChoice = CheapestToRecompute()
 _mode: PreemptionChoice = SwapWhatIsLarge()
 _evictions: list[EvictionPolicy] = [DeepestFirst(), TwoQueues()]
 _oracles: list[LengthOracle] = [ByTenant({}), PastOutputs()]
-_composition: Composition = FewPrefills()
+_compositions: list[Composition] = [FewPrefills(), BoundedSteps(FewPrefills(), 5.0)]
 _router: Router = ShortPromptsApart()
 _costs: list[CostModel] = [SlowPrefill(), Noisy()]

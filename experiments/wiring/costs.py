@@ -293,10 +293,11 @@ class CostEstimator:
         self.name = name
         self._cost = cost
 
+    def step_ns(self, shape: BatchShape) -> int:
+        return self._cost.price(shape).total_ns
+
     def recompute_ns(self, start: int, num_tokens: int) -> int:
-        if num_tokens <= 0:
-            return 0
-        return self._cost.price(BatchShape(0, 0, (PrefillChunk(start, num_tokens),), 1)).total_ns
+        return self.step_ns(BatchShape(0, 0, (PrefillChunk(start, num_tokens),), 1)) if num_tokens > 0 else 0
 
     def swap_ns(self, num_blocks: int) -> int:
         """Returns the time to swap blocks out (one direction): the transfer part of the step time."""

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from testbed.core.commands import Event
 from testbed.core.outcome import Finished
-from testbed.core.plan import BatchPlan, PreemptionMode
+from testbed.core.plan import BatchPlan, BatchShape, PreemptionMode
 from testbed.core.sequence import Sequence
 
 Work = TypeVar("Work", covariant=True)
@@ -128,6 +128,10 @@ class Estimator(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    def step_ns(self, shape: BatchShape) -> int:
+        """Time of a step of this shape, as a composition may ask of what it could schedule."""
+        ...
 
     def recompute_ns(self, start: int, num_tokens: int) -> int:
         """Time to compute `num_tokens` tokens of one sequence from position `start` on, in a batch of its own."""

@@ -126,6 +126,18 @@ def test_a_victim_and_a_mode(examples: None, capsys: pytest.CaptureFixture[str],
         assert (ran.num_events("preempted") > 0) is not swaps
 
 
+def test_a_composition_that_asks_how_long_a_step_would_take(examples: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with decodes stay below the limit, all but those with the least chunk; without it they do not."""
+    monkeypatch.syspath_prepend(DOCS / "examples")
+    unified = {"_target_": "testbed.policies.compositions.unified.Unified"}
+    bounded = {"_target_": "my_policies.BoundedSteps", "max_step_ms": 4.0, "of": unified}
+    for composition, is_bounded in ((unified, False), (bounded, True)):
+        run = simulate({"name": "synthetic", "rate": 40}, scheduler={"composition": composition})
+        mixed = run.steps[(run.steps.num_decodes > 0) & (run.steps.num_prefill_tokens > 16)]
+        assert (((mixed.end_ns - mixed.start_ns) < 4.05e6).all()) == is_bounded
+        assert run.summary["num_finished"] == 200
+
+
 def test_a_cost_model_on_one_of_ours_is_that_of_the_run(
     examples: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

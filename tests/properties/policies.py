@@ -7,6 +7,7 @@ from typing import Any
 
 from testbed.blocks import eviction
 from testbed.blocks.keys import TokenKeys
+from testbed.core.plan import BatchShape
 from testbed.core.sequence import Sequence
 from testbed.policies import admission, oracle, orders, preemption, victim
 from testbed.policies.compositions.decode_first import DecodeFirst
@@ -41,6 +42,9 @@ class Prices:
     """An estimator whose answers favour now the one mode of preemption, now the other."""
 
     name = "prices of a test"
+
+    def step_ns(self, shape: BatchShape) -> int:
+        raise AssertionError("no policy of ours asks")
 
     def recompute_ns(self, start: int, num_tokens: int) -> int:
         return num_tokens * (10 + start)

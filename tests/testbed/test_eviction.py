@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from testbed.blocks.eviction import FIFO, LFU, LRU, LRUByLastStep, evictor
 from testbed.blocks.interfaces import EvictionPolicy
+from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
 from testbed.policies.cost_aware import CostAware
 
@@ -27,6 +28,9 @@ class PricePerDepth:
 
     def __init__(self) -> None:
         self.num_calls = 0
+
+    def step_ns(self, shape: BatchShape) -> int:
+        raise AssertionError("no policy of ours asks")
 
     def recompute_ns(self, start: int, num_tokens: int) -> int:
         assert num_tokens == BLOCK_SIZE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from testbed.core.plan import PreemptionMode
+from testbed.core.plan import BatchShape, PreemptionMode
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.context import PolicyContext
@@ -22,6 +22,9 @@ class Prices:
     """10 ns a token, and 1 ns for every 10 tokens of context; 60 ns a block, one way."""
 
     name = "test"
+
+    def step_ns(self, shape: BatchShape) -> int:
+        raise AssertionError("no policy of ours asks")
 
     def recompute_ns(self, start: int, num_tokens: int) -> int:
         assert num_tokens > 0, "no time is asked for nothing"

@@ -87,8 +87,14 @@ def explained(folder: Path, keep: Path | None = None) -> Iterator[tuple[Run, str
 
 def _repeat(run: Run, target: Path) -> str:
     """Repeats a simulated run and records its decisions. Raises RunFolderError if they differ from the original."""
+    num_steps = pq.read_metadata(run.path / "steps.parquet").num_rows
+    if not (run.is_complete or num_steps):
+        raise RunFolderError(
+            f"{run.path} ended early, in its first step or with record.steps=false: there is nothing to explain; "
+            f"why it ended: {run.manifest.get('failure') or 'it was killed'}"
+        )
     changes = ["record.explain=true", "record.steps=true", "record.operators=false", "record.status_s=null"]
-    cut = None if run.is_complete else _Until(pq.read_metadata(run.path / "steps.parquet").num_rows)
+    cut = None if run.is_complete else _Until(num_steps)
     result = execute(config_from(run.path, changes), target, command=f"testbed explain {run.path}", watch=cut)
     if result.exit_status == INTERRUPTED:
         raise KeyboardInterrupt
@@ -98,7 +104,7 @@ def _repeat(run: Run, target: Path) -> str:
         is_same = result.manifest["digest"] == run.manifest["digest"]
     else:  # compare the steps that were recorded
         digests = [read_table(path / "steps.parquet", ["digest"])["digest"] for path in (run.path, target)]
-        is_same = 0 < len(digests[0]) <= len(digests[1]) and digests[0].equals(digests[1].slice(0, len(digests[0])))
+        is_same = len(digests[0]) <= len(digests[1]) and digests[0].equals(digests[1].slice(0, len(digests[0])))
     if not is_same:
         raise RunFolderError(
             f"{run.path} was repeated and decided otherwise: its config.yaml, the code, or a file or class that it "

@@ -348,6 +348,16 @@ def test_a_composition_that_schedules_what_it_may_not_is_named_with_file_and_lin
         assert word in error
 
 
+def test_a_run_that_a_class_ended_in_its_first_step_is_not_said_to_have_decided_otherwise(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str
+) -> None:
+    own = f"scheduler.admission={{_target_: {misbehaving}.ForgetsToAnswer}}"
+    say(capsys, "run", *TINY, *SHORT, own, f"hydra.run.dir={tmp_path}/run").error()
+    error = say(capsys, "explain", f"{tmp_path}/run").error()
+    assert "run ended early, in its first step or with record.steps=false" in error
+    assert "allows() returned None, not True or False" in error
+
+
 def test_a_cost_model_that_cannot_be_bound_is_named(tmp_path: Path, misbehaving: str) -> None:
     with pytest.raises(TestbedError, match=r"misbehaving\.py:\d+: LookupError: h100 \(in cost=misb"):
         simulate({"num_requests": 2}, cost={"_target_": f"{misbehaving}.BindsNoPrice"}, folder=tmp_path / "run")

@@ -128,7 +128,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return known[0] if len(known) == 1 else rounded(geometric_mean(known))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Capacity:
     """The results of all policies. points: one row per policy, rate and seed. tolerance: of the coarsest search.
     changes: of the other policies from the `baseline`, paired by seed; empty for one policy or one seed."""
@@ -141,6 +141,10 @@ class Capacity:
     baseline: str
     margin: float  # a relative change up to this counts as none
 
+    def __repr__(self) -> str:
+        """A line for each policy: its capacity, and the interval over the seeds."""
+        return "\n".join(map(_line, self.found))
+
     @property
     def changes(self) -> list[Comparison]:
         if len(self.seeds) < 2:
@@ -148,6 +152,12 @@ class Capacity:
         base = next(one for one in self.found if one.arm.name == self.baseline)
         rows = [_change(base, one) for one in self.found if one is not base]
         return judge(rows, self.margin, [row.arm for row in rows])
+
+
+def _line(one: Found) -> str:
+    least = "≥ " if any(each.bracket.failed is None for each in one.replicates) else ""
+    over = "" if one.interval is None else " [{:.4g}, {:.4g}]".format(*one.interval)
+    return f"{one.arm.name}: {least}{one.capacity:.4g} {one.arm.unit}{over}"
 
 
 def _change(base: Found, other: Found) -> Comparison:

@@ -56,6 +56,16 @@ def test_the_same_command_goes_on_and_comes_to_the_same(
     assert len(points[::2]) <= len(simulated) < 2 * len(points)
 
 
+def test_what_python_gets_prints_as_the_capacities_of_the_table(searched: Capacity) -> None:
+    """A prompt or a notebook printed the whole configuration of each policy."""
+    lines = repr(searched).splitlines()
+    assert lines == str(searched).splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["vllm_v1", "sarathi"]
+    for line, one in zip(lines, searched.found, strict=True):
+        assert f"{one.capacity:.4g} req/s" in line
+        assert line.endswith("]") == (one.interval is not None)
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", '{"load": ', '{"load": {"waiting": null}}'])
 def test_a_damaged_point_is_named(text: str, tmp_path: Path, searched: Capacity) -> None:
     shutil.copytree(searched.folder, tmp_path / "a")

@@ -25,7 +25,8 @@ from testbed.routing.routers import ROUTERS, Replicas, RoundRobin, Router, Route
 from tests.properties.setups import Setup, random_setup
 from tests.sim.fleets import Watched, drive, go_fleet, go_plain, world_of
 from tests.sim.worlds import Log, Sessions, expect_instants
-from tests.testbed.core_kit import make_scheduler, step
+from tests.testbed.core_kit import make_scheduler
+from tests.testbed.stepping import step
 
 ANY = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 STEP_NS = 10

@@ -1,10 +1,10 @@
-"""Builds a core by hand and steps it, without backend, clock or configuration files."""
+"""Builds a core by hand, without backend, clock or configuration files. It is stepped by `stepping`."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from testbed.blocks.config import KVRules
@@ -15,10 +15,9 @@ from testbed.blocks.manager import BlockManager
 from testbed.core.composition import Composition
 from testbed.core.interfaces import AdmissionPolicy, PreemptionChoice, VictimChoice, WaitingQueue
 from testbed.core.limits import Limits
-from testbed.core.outcome import Finished, Outcome, StepResult
-from testbed.core.plan import BatchPlan
 from testbed.core.request import GREEDY, Request, SamplingParams
 from testbed.core.scheduler import Scheduler
+from testbed.core.sequence import Sequence
 from testbed.policies.admission import Watermark
 from testbed.policies.compositions.decode_first import DecodeFirst
 from testbed.policies.compositions.iteration_level import IterationLevel
@@ -51,6 +50,13 @@ class WeakKeys(TokenKeys):
 
     def key_of(self, content: bytes, previous_key: int) -> int:
         return super().key_of(content, previous_key) % self._num_values
+
+
+class TakesTheFirst:
+    """A user's victim choice: whoever was admitted first, whom the step has scheduled already."""
+
+    def choose(self, running: dict[int, Sequence]) -> Sequence:
+        return next(iter(running.values()))
 
 
 def make_blocks(
@@ -120,8 +126,8 @@ def make_scheduler(
 
 def make_request(
     request_id: str,
-    prompt: int | Sequence[int],
-    output: int | Sequence[int] | None = 1,
+    prompt: int | Seq[int],
+    output: int | Seq[int] | None = 1,
     *,
     sampling: SamplingParams = GREEDY,
     salt: str = "",
@@ -140,78 +146,8 @@ def make_request(
     )
 
 
-def _tokens(given: int | Sequence[int], request_id: str, first: int) -> Sequence[int]:
+def _tokens(given: int | Seq[int], request_id: str, first: int) -> Seq[int]:
     if not isinstance(given, int):
         return given
     base = int.from_bytes(request_id.encode(), "big") % 1_000_000 * 1000 + first
     return range(base, base + given)
-
-
-def add(scheduler: Scheduler, *requests: Request) -> None:
-    for request in requests:
-        scheduler.add(request)
-
-
-def scheduled(plan: BatchPlan) -> dict[str, int]:
-    """Tokens by request id, in the order scheduled."""
-    return dict(plan.num_scheduled)
-
-
-def rows(plan: BatchPlan) -> list[tuple[str, int]]:
-    """(request id, tokens) of each row, in the order scheduled: a group's sequences have a row each."""
-    return plan.num_scheduled
-
-
-def preempted(plan: BatchPlan) -> list[str]:
-    return [item.request_id for item in plan.preempted]
-
-
-def ignored(plan: BatchPlan) -> list[str]:
-    return [item.request_id for item in plan.ignored]
-
-
-def cached(plan: BatchPlan) -> dict[str, int]:
-    """Prefix tokens found, of those admitted."""
-    return {item.request_id: item.num_cached_tokens for item in plan.admitted}
-
-
-def commit(scheduler: Scheduler, tokens: dict[int, int] | None = None) -> list[Finished]:
-    """Commits the plan in flight; `tokens` are those sampled, by seq_id, for rows that are not forced."""
-    outcomes = None if tokens is None else tuple(Outcome(seq_id, (token,)) for seq_id, token in tokens.items())
-    scheduler.check_invariants()
-    finished = scheduler.commit(StepResult(1, outcomes), 1)
-    scheduler.check_invariants()
-    return finished
-
-
-def step_with(scheduler: Scheduler, *outcomes: Outcome) -> tuple[BatchPlan, list[Finished]]:
-    """A step of which these outcomes come, one for each row that is not forced, in the order scheduled."""
-    plan = scheduler.plan(0)
-    scheduler.check_invariants()
-    finished = scheduler.commit(StepResult(1, outcomes), 1)
-    scheduler.check_invariants()
-    return plan, finished
-
-
-def step(scheduler: Scheduler, tokens: dict[int, int] | None = None) -> tuple[BatchPlan, list[Finished]]:
-    plan = scheduler.plan(0)
-    return plan, commit(scheduler, tokens)
-
-
-def drain(scheduler: Scheduler, max_steps: int = 10_000) -> list[Finished]:
-    """Steps until nothing is left; every request must be forced."""
-    finished: list[Finished] = []
-    for _ in range(max_steps):
-        if not scheduler.has_work:
-            return finished
-        plan = scheduler.plan(0)
-        assert not plan.is_empty, "nothing can be scheduled"
-        finished += commit(scheduler)
-    raise AssertionError(f"work is left after {max_steps} steps")
-
-
-@contextmanager
-def in_flight(scheduler: Scheduler) -> Iterator[BatchPlan]:
-    """A plan whose rows may be looked at; committed on leaving."""
-    yield scheduler.plan(0)
-    commit(scheduler)

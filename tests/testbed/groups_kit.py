@@ -5,7 +5,8 @@ from __future__ import annotations
 from testbed.core.outcome import Finished, FinishReason, Outcome
 from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
-from tests.testbed.core_kit import add, make_request, make_scheduler
+from tests.testbed.core_kit import make_request, make_scheduler
+from tests.testbed.stepping import add
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
@@ -22,14 +23,6 @@ def members(scheduler: Scheduler) -> dict[int, list[int]]:
 def outputs_of(finished: Finished) -> list[list[int]]:
     """Of its sequences, in the order they ended."""
     return [list(one.token_ids) for one in finished.completions]
-
-
-def assert_nothing_held(scheduler: Scheduler) -> None:
-    assert not scheduler.has_work
-    assert scheduler.num_running == scheduler.num_waiting == scheduler.num_swapped == 0
-    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_gpu_blocks
-    assert scheduler.blocks.num_free_cpu_blocks == scheduler.blocks.num_cpu_blocks
-    scheduler.check_invariants()
 
 
 def beams(width: int = 2, num_tokens: int = 3, **options: object) -> Scheduler:

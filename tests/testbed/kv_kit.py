@@ -12,8 +12,8 @@ from tests.testbed.core_kit import make_request
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
 
 
-def sequence(seq_id: int, tokens: int | Seq[int]) -> Sequence:
-    return Sequence(seq_id, make_request(str(seq_id), tokens, 9), 4096)
+def sequence(seq_id: int, tokens: int | Seq[int], salt: str = "") -> Sequence:
+    return Sequence(seq_id, make_request(str(seq_id), tokens, 9, salt=salt), 4096)
 
 
 def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
@@ -27,8 +27,8 @@ def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
     return list(seq.block_table)
 
 
-def num_hit(blocks: BlockManager, tokens: Seq[int]) -> int:
-    seq = sequence(999, tokens)
+def num_hit(blocks: BlockManager, tokens: Seq[int], salt: str = "") -> int:
+    seq = sequence(999, tokens, salt)
     hit = blocks.lookup(seq)
     blocks.forget(seq)
     return hit.num_tokens

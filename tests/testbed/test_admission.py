@@ -10,17 +10,8 @@ from testbed.blocks.prefixes import NO_HIT
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy
 from testbed.core.sequence import Sequence
-from tests.testbed.core_kit import (
-    add,
-    drain,
-    ignored,
-    make_blocks,
-    make_limits,
-    make_request,
-    make_scheduler,
-    scheduled,
-    step,
-)
+from tests.testbed.core_kit import make_blocks, make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, drain, ignored, scheduled, step
 
 
 def status(

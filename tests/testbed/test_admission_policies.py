@@ -25,7 +25,8 @@ from testbed.policies.admission import (
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.oracle import NoOracle
 from tests.testbed.admission_kit import LIMITS, Says, bound, compute, forked, make_pool, make_seq
-from tests.testbed.core_kit import add, make_blocks, make_limits, make_request, make_scheduler, step
+from tests.testbed.core_kit import make_blocks, make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, steps
 
 # --- what they share ---
 
@@ -277,7 +278,6 @@ def test_no_evict_keeps_its_promise_behind_a_window_whatever_the_chunks(
     scheduler = make_scheduler(blocks=blocks, limits=limits, admission=admission)
     for index, (prompt, output) in enumerate(sizes):
         add(scheduler, make_request(f"r{index}", prompt, output, sampling=SamplingParams(max_tokens=output)))
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
+    for plan, _ in steps(scheduler):
         assert not plan.is_empty
         assert not plan.preempted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from testbed.blocks.manager import BlockManager
@@ -46,20 +48,13 @@ def test_over_allocation_raises_and_takes_nothing(num_blocks: int) -> None:
     assert list(pool.ref_counts) == [1] * num_blocks
 
 
-def test_double_free_raises() -> None:
+@pytest.mark.parametrize(("use", "message"), [(BlockPool.drop, "freed twice"), (BlockPool.share, "nobody references")])
+def test_use_after_free_raises(use: Callable[[BlockPool, int], object], message: str) -> None:
     pool = BlockPool(2)
     block = pool.allocate()
     assert pool.drop(block)
-    with pytest.raises(AssertionError, match="freed twice"):
-        pool.drop(block)
-
-
-def test_use_after_free_raises() -> None:
-    pool = BlockPool(2)
-    block = pool.allocate()
-    pool.drop(block)
-    with pytest.raises(AssertionError, match="nobody references"):
-        pool.share(block)
+    with pytest.raises(AssertionError, match=message):
+        use(pool, block)
 
 
 def test_a_referenced_block_can_neither_be_returned_nor_revived() -> None:

@@ -8,7 +8,8 @@ from testbed.blocks.eviction import LRU
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import NoOracle
-from tests.testbed.core_kit import add, drain, make_blocks, make_request, make_scheduler
+from tests.testbed.core_kit import make_blocks, make_request, make_scheduler
+from tests.testbed.stepping import add, drain
 
 
 class Noting(LRU):

@@ -9,7 +9,8 @@ from testbed.blocks.kv_sequence import num_distinct
 from testbed.blocks.manager import BlockManager
 from testbed.core.request import SamplingParams
 from testbed.core.sequence import Sequence
-from tests.testbed.core_kit import add, make_blocks, make_request, make_scheduler, step
+from tests.testbed.core_kit import make_blocks, make_request, make_scheduler
+from tests.testbed.stepping import add, step, steps
 
 
 def forked(blocks: BlockManager, num_tokens: int, num_members: int) -> list[Sequence]:
@@ -138,10 +139,10 @@ def test_one_block_for_each_sequence_is_the_other_growth_test() -> None:
 def test_copies_come_out_with_the_plan_of_the_step_that_writes() -> None:
     scheduler = make_scheduler(num_blocks=8, block_size=4)
     add(scheduler, make_request("a", 6, 4, sampling=SamplingParams(n=3)))
-    seen = []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
-        seen.append((plan.num_scheduled, plan.copies, plan.shape.num_blocks_copied, scheduler.free_gpu_blocks))
+    seen = [
+        (plan.num_scheduled, plan.copies, plan.shape.num_blocks_copied, scheduler.free_gpu_blocks)
+        for plan, _ in steps(scheduler)
+    ]
     three = [("a", 1)] * 3
     assert seen == [
         ([("a", 6)], (), 0, 6),

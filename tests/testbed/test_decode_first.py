@@ -6,7 +6,8 @@ from testbed.blocks.config import KVRules
 from testbed.core.limits import Limits
 from testbed.core.plan import BlockedBy, PrefillChunk
 from testbed.core.sequence import Sequence
-from tests.testbed.core_kit import add, make_limits, make_request, make_scheduler, preempted, scheduled, step
+from tests.testbed.core_kit import make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, preempted, scheduled, step
 
 CHUNK = KVRules(allocate="chunk")
 

@@ -21,7 +21,8 @@ from testbed.core.request import Request, SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.policies.preemption import Swap
 from tests.properties.life import shuffle_blocks
-from tests.testbed.core_kit import COMPOSITIONS, add, drain, make_limits, make_request, make_scheduler, step
+from tests.testbed.core_kit import COMPOSITIONS, make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, drain, step, steps
 
 CHUNK = KVRules(allocate="chunk")
 Pairs = Seq[tuple[int, int]]
@@ -35,11 +36,7 @@ def busy_requests() -> list[Request]:
 
 def digests(scheduler: Scheduler, requests: list[Request]) -> list[int]:
     add(scheduler, *requests)
-    values = []
-    while scheduler.has_work:
-        step(scheduler)
-        values.append(scheduler.digest)
-    return values
+    return [scheduler.digest for _ in steps(scheduler)]
 
 
 def final(requests: list[Request], composition: str = "unified", **options: object) -> int:
@@ -159,8 +156,7 @@ def test_the_busy_run_is_busy() -> None:
     scheduler = make_scheduler("unified", num_blocks=14, block_size=2, rules=CHUNK)
     add(scheduler, *busy_requests())
     num_preempted = 0
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
+    for plan, _ in steps(scheduler):
         num_preempted += len(plan.preempted)
     assert num_preempted > 0
     assert scheduler.blocks.prefixes.num_hit_tokens > 0

@@ -11,8 +11,9 @@ import testbed.policies.orders as orders
 from testbed.core.outcome import Outcome
 from testbed.core.sampling import SamplingParams
 from testbed.core.sequence import Sequence
-from tests.testbed.core_kit import make_request, make_scheduler, step_with
+from tests.testbed.core_kit import make_request, make_scheduler
 from tests.testbed.orders_kit import NS_PER_S, World, bound, drain, emit, make_seq, play, pushed
+from tests.testbed.stepping import step_with
 
 # --- multi-level feedback ---
 

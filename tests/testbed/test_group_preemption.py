@@ -12,19 +12,9 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.state import SequenceState
 from testbed.policies.compositions.prefill_first import PrefillFirst
 from testbed.policies.preemption import Auto, Recompute, Swap
-from tests.testbed.core_kit import (
-    add,
-    commit,
-    drain,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    rows,
-    step,
-    step_with,
-)
-from tests.testbed.groups_kit import assert_nothing_held, out, outputs_of
+from tests.testbed.core_kit import make_limits, make_request, make_scheduler
+from tests.testbed.groups_kit import out, outputs_of
+from tests.testbed.stepping import add, assert_nothing_held, commit, drain, preempted, rows, step, step_with, steps
 
 
 def pressed(preemption: Auto | Recompute | Swap, num_cpu_blocks: int = 8, **sampling: int) -> Scheduler:
@@ -72,8 +62,7 @@ def test_a_group_is_swapped_as_one_and_its_shared_blocks_move_once() -> None:
 def test_a_swapped_group_shares_again_what_it_shared() -> None:
     scheduler = pressed(Auto())
     seen = []
-    while scheduler.has_work:
-        step(scheduler)
+    for _ in steps(scheduler):
         group = [seq for seq in scheduler.unfinished() if seq.request.request_id == "g"]
         if len(group) == 2 and group[0].state is SequenceState.RUNNING:
             first, second = (seq.block_table for seq in group)
@@ -127,8 +116,7 @@ def test_drawn_samples_that_were_dissolved_keep_what_they_drew() -> None:
 def test_a_full_cpu_pool_dissolves_samples() -> None:
     scheduler = pressed(Swap(), num_cpu_blocks=2)
     modes = []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
+    for plan, _ in steps(scheduler):
         modes += [item.mode for item in plan.preempted]
     assert modes == [PreemptionMode.RECOMPUTE] * 2
 

@@ -12,18 +12,9 @@ from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.state import SequenceState
 from testbed.policies.preemption import Recompute
-from tests.testbed.core_kit import (
-    ALL_COMPOSITIONS,
-    add,
-    drain,
-    make_limits,
-    make_request,
-    make_scheduler,
-    rows,
-    step,
-    step_with,
-)
-from tests.testbed.groups_kit import LENGTH, STOP, assert_nothing_held, beams, members, out, outputs_of
+from tests.testbed.core_kit import ALL_COMPOSITIONS, make_limits, make_request, make_scheduler
+from tests.testbed.groups_kit import LENGTH, STOP, beams, members, out, outputs_of
+from tests.testbed.stepping import add, assert_nothing_held, drain, rows, step, step_with
 
 # --- parallel samples ---
 

@@ -16,21 +16,9 @@ from testbed.policies.context import PolicyContext, bind
 from testbed.policies.oracle import NoOracle
 from testbed.policies.preemption import Recompute
 from testbed.policies.victim import MostBlocks
-from tests.testbed.core_kit import (
-    add,
-    drain,
-    ignored,
-    in_flight,
-    make_blocks,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    rows,
-    scheduled,
-    step,
-)
+from tests.testbed.core_kit import make_blocks, make_limits, make_request, make_scheduler
 from tests.testbed.kv_kit import compute, sequence
+from tests.testbed.stepping import add, drain, ignored, in_flight, preempted, rows, scheduled, step, steps
 
 # --- budget ---
 
@@ -101,8 +89,7 @@ def test_when_what_can_never_fit_is_found(never_fits_at: str, first: list[str]) 
     add(scheduler, make_request("a", 4, 2), make_request("long", 21, 1), make_request("huge", 17, 1))
     add(scheduler, make_request("b", 4, 1))
     seen, messages = [], {}
-    while scheduler.has_work:
-        plan, finished = step(scheduler)
+    for plan, finished in steps(scheduler):
         seen.append(ignored(plan))
         messages |= {item.request.request_id: item.message for item in finished if item.reason is FinishReason.IGNORED}
     assert seen[0] == first
@@ -183,8 +170,7 @@ def test_a_prompt_longer_than_the_pool_is_served_in_chunks_within_its_window() -
         add(scheduler, make_request("a", 40, 8))
         most = 0
         finished = []
-        while scheduler.has_work:
-            plan, ended = step(scheduler)
+        for plan, ended in steps(scheduler):
             assert not plan.is_empty
             finished += ended
             most = max(most, num_blocks - scheduler.free_gpu_blocks)
@@ -207,10 +193,7 @@ def test_shared_blocks_outside_the_window_are_free_with_their_last_user() -> Non
     """n = 2, window 4, blocks of 2, a prompt of 6: 3 shared blocks, and each member's own from position 6 on."""
     scheduler = make_scheduler(num_blocks=16, block_size=2, sliding_window=4, caching=False)
     add(scheduler, make_request("a", 6, 6, sampling=SamplingParams(n=2)))
-    held = []
-    while scheduler.has_work:
-        step(scheduler)
-        held.append(16 - scheduler.free_gpu_blocks)
+    held = [16 - scheduler.free_gpu_blocks for _ in steps(scheduler)]
     # prompt 3; position 6: block 0 goes, 1 and 2 are shared, one more each; 7: block 1 goes; 8: one more each;
     # 9: block 2 goes; 10: one more each
     assert held == [3, 4, 3, 5, 4, 6]
@@ -251,8 +234,7 @@ def test_behind_a_sliding_window_admission_counts_what_a_sequence_can_hold(rule:
     for name in ("a", "b"):
         add(scheduler, make_request(name, 100, 50, sampling=SamplingParams(max_tokens=50)))
     most = 0
-    while scheduler.has_work:
-        step(scheduler)
+    for _ in steps(scheduler):
         most = max(most, scheduler.num_running)
     assert most == 2
 

@@ -12,19 +12,9 @@ from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.policies.compositions.decode_first import DecodeFirst
 from testbed.policies.preemption import Recompute
-from tests.testbed.core_kit import (
-    add,
-    cached,
-    drain,
-    make_blocks,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    rows,
-    step,
-)
+from tests.testbed.core_kit import make_blocks, make_limits, make_request, make_scheduler
 from tests.testbed.kv_kit import LATER, OK, compute, num_hit, sequence
+from tests.testbed.stepping import add, cached, drain, preempted, rows, step, steps
 
 # --- watermark: to whom it applies (when idle and its rounding are in test_admission, swapped in is in test_swap) ---
 
@@ -217,14 +207,14 @@ def test_when_a_victim_may_be_admitted_again(victims_return: str, admitted: list
     assert seen == admitted
 
 
-def test_victims_that_are_held_back_keep_their_order() -> None:
-    """One queue: c is preempted before b, so that b stands before c when both are back."""
-    rules = KVRules(allocate="chunk", victims_return="next_step")
+@pytest.mark.parametrize("victims_return", ["this_step", "next_step"])
+def test_victims_come_back_in_the_order_they_were_admitted(victims_return: str) -> None:
+    """One queue: c is preempted before b, so that b stands before c when both are back, held back or not."""
+    rules = KVRules(allocate="chunk", victims_return=victims_return)  # type: ignore[arg-type]
     scheduler = make_scheduler("unified", num_blocks=6, block_size=2, rules=rules, limits=make_limits(threshold=2))
     add(scheduler, make_request("a", 12, 1), make_request("b", 2, 9), make_request("c", 2, 9))
     order, gone = [], []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
+    for plan, _ in steps(scheduler):
         order += [item.request_id for item in plan.admitted]
         gone += preempted(plan)
     assert gone[:2] == ["c", "b"]

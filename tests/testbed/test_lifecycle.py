@@ -10,27 +10,10 @@ from testbed.core.request import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.step import Step
 from testbed.errors import RequestError
-from tests.testbed.core_kit import (
-    add,
-    drain,
-    ignored,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    scheduled,
-    step,
-)
+from tests.testbed.core_kit import make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, assert_nothing_held, drain, ignored, preempted, scheduled, step
 
 EOS = 99
-
-
-def assert_nothing_held(scheduler: Scheduler) -> None:
-    assert not scheduler.has_work
-    assert scheduler.unfinished() == []
-    assert scheduler.plan(0).is_empty
-    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_gpu_blocks
-    scheduler.check_invariants()
 
 
 # --- stops ---

@@ -13,17 +13,8 @@ from testbed.policies.context import PolicyContext, bind
 from testbed.policies.oracle import Perfect
 from testbed.policies.preemption import Swap
 from testbed.policies.victim import LowestPriority
-from tests.testbed.core_kit import (
-    add,
-    drain,
-    make_blocks,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    rows,
-    step,
-)
+from tests.testbed.core_kit import make_blocks, make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, drain, preempted, rows, step
 
 MIXED = ["unified", "decode_first", "prefill_first", "iteration_level"]
 

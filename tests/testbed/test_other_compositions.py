@@ -8,17 +8,8 @@ from testbed.blocks.config import KVRules
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy, PrefillChunk
 from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSplit
-from tests.testbed.core_kit import (
-    add,
-    drain,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    rows,
-    scheduled,
-    step,
-)
+from tests.testbed.core_kit import make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, drain, preempted, rows, scheduled, step, steps
 
 # --- prefill_decode_split ---
 
@@ -26,10 +17,10 @@ from tests.testbed.core_kit import (
 def test_split_prefills_all_before_it_decodes_and_never_mixes() -> None:
     scheduler = make_scheduler("prefill_decode_split", limits=make_limits(budget=8))
     add(scheduler, make_request("a", 5, 3), make_request("b", 6, 2), make_request("c", 3, 2))
-    seen = []
-    while scheduler.has_work:
-        plan, finished = step(scheduler)
-        seen.append((rows(plan), plan.blocked_by, [item.request.request_id for item in finished]))
+    seen = [
+        (rows(plan), plan.blocked_by, [item.request.request_id for item in finished])
+        for plan, finished in steps(scheduler)
+    ]
     budget = BlockedBy.TOKEN_BUDGET
     assert seen == [
         ([("a", 5)], budget, []),  # b's 6 are more than the 3 that are left, and only the first may be split
@@ -76,10 +67,7 @@ def test_split_caps_each_batch_and_lets_more_run_or_caps_what_runs_as_sglang_doe
 ) -> None:
     scheduler = make_scheduler(PrefillDecodeSplit(caps_running=caps_running), limits=make_limits(seqs=2))
     add(scheduler, make_request("a", 3, 3), make_request("b", 3, of_b), make_request("c", 3, 2))
-    seen = []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
-        seen.append((list(scheduled(plan)), plan.blocked_by, scheduler.num_running))
+    seen = [(list(scheduled(plan)), plan.blocked_by, scheduler.num_running) for plan, _ in steps(scheduler)]
     assert seen == expected
 
 
@@ -87,10 +75,7 @@ def test_split_preempts_the_last_and_takes_it_back_first() -> None:
     """4 blocks of 2: position 4 of a takes one of b's. b, with 5 tokens, is a prompt again, whole, once a has ended."""
     scheduler = make_scheduler("prefill_decode_split", num_blocks=4, block_size=2, caching=False)
     add(scheduler, make_request("a", 4, 5), make_request("b", 4, 3))
-    seen = []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
-        seen.append((rows(plan), preempted(plan)))
+    seen = [(rows(plan), preempted(plan)) for plan, _ in steps(scheduler)]
     assert seen == [
         ([("a", 4), ("b", 4)], []),
         ([("a", 1)], ["b"]),
@@ -131,10 +116,7 @@ def test_iterations_mix_decodes_with_whole_prompts() -> None:
 def test_an_iteration_takes_a_prompt_over_the_budget_alone() -> None:
     scheduler = make_scheduler("iteration_level", limits=make_limits(budget=10))
     add(scheduler, make_request("a", 4, 2), make_request("long", 15, 2), make_request("b", 2, 1))
-    seen = []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
-        seen.append((rows(plan), plan.blocked_by))
+    seen = [(rows(plan), plan.blocked_by) for plan, _ in steps(scheduler)]
     assert seen == [
         ([("a", 4)], BlockedBy.TOKEN_BUDGET),
         ([("a", 1)], BlockedBy.TOKEN_BUDGET),
@@ -159,10 +141,7 @@ def test_an_iteration_that_preempts_admits_nobody() -> None:
 def test_a_static_batch_runs_until_its_last_member_ends() -> None:
     scheduler = make_scheduler("static", limits=make_limits(seqs=2))
     add(scheduler, make_request("a", 3, 2), make_request("b", 3, 4), make_request("c", 3, 1), make_request("d", 3, 1))
-    seen = []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
-        seen.append((rows(plan), plan.blocked_by))
+    seen = [(rows(plan), plan.blocked_by) for plan, _ in steps(scheduler)]
     assert seen == [
         ([("a", 3), ("b", 3)], BlockedBy.MAX_NUM_SEQS),
         ([("a", 1), ("b", 1)], BlockedBy.BATCH),
@@ -175,10 +154,7 @@ def test_a_static_batch_runs_until_its_last_member_ends() -> None:
 def test_a_static_batch_is_closed_by_its_budget() -> None:
     scheduler = make_scheduler("static", limits=make_limits(budget=10))
     add(scheduler, make_request("a", 4, 1), make_request("b", 7, 1), make_request("long", 15, 1))
-    seen = []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
-        seen.append((rows(plan), plan.blocked_by))
+    seen = [(rows(plan), plan.blocked_by) for plan, _ in steps(scheduler)]
     budget = BlockedBy.TOKEN_BUDGET
     assert seen == [([("a", 4)], budget), ([("b", 7)], budget), ([("long", 15)], None)]
 
@@ -186,10 +162,7 @@ def test_a_static_batch_is_closed_by_its_budget() -> None:
 def test_what_a_static_batch_preempted_belongs_to_the_next_batch() -> None:
     scheduler = make_scheduler("static", num_blocks=4, block_size=2, caching=False)
     add(scheduler, make_request("a", 4, 5), make_request("b", 4, 2), make_request("c", 2, 1))
-    seen = []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
-        seen.append((rows(plan), preempted(plan), plan.blocked_by))
+    seen = [(rows(plan), preempted(plan), plan.blocked_by) for plan, _ in steps(scheduler)]
     assert seen[0] == ([("a", 4), ("b", 4)], [], BlockedBy.KV_BLOCKS)
     assert seen[1] == ([("a", 1)], ["b"], BlockedBy.BATCH)
     assert seen[2:5] == [([("a", 1)], [], BlockedBy.BATCH)] * 3

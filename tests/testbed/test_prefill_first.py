@@ -5,31 +5,18 @@ from __future__ import annotations
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy
 from testbed.core.request import SamplingParams
-from testbed.core.sequence import Sequence
 from testbed.policies.compositions.prefill_first import PrefillFirst
-from tests.testbed.core_kit import (
-    add,
-    cached,
-    commit,
-    drain,
-    ignored,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    rows,
-    scheduled,
-    step,
-)
+from tests.testbed.core_kit import TakesTheFirst, make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, cached, commit, drain, ignored, preempted, rows, scheduled, step, steps
 
 
 def test_prompts_come_before_decodes_and_both_stay_apart() -> None:
     scheduler = make_scheduler("prefill_first", limits=make_limits(seqs=2, budget=10))
     add(scheduler, make_request("a", 4, 3), make_request("b", 6, 2), make_request("c", 3, 1))
-    seen = []
-    while scheduler.has_work:
-        plan, finished = step(scheduler)
-        seen.append((scheduled(plan), plan.blocked_by, [item.request.request_id for item in finished]))
+    seen = [
+        (scheduled(plan), plan.blocked_by, [item.request.request_id for item in finished])
+        for plan, finished in steps(scheduler)
+    ]
     assert seen == [
         ({"a": 4, "b": 6}, BlockedBy.MAX_NUM_SEQS, []),
         ({"a": 1, "b": 1}, BlockedBy.MAX_NUM_SEQS, ["b"]),
@@ -114,13 +101,6 @@ def test_a_resumed_sequence_that_outgrew_the_budget_is_admitted_alone() -> None:
         ("a", FinishReason.LENGTH, 8),
         ("b", FinishReason.LENGTH, 8),
     ]
-
-
-class TakesTheFirst:
-    """A user's victim choice that takes what this step has scheduled already."""
-
-    def choose(self, running: dict[int, Sequence]) -> Sequence:
-        return next(iter(running.values()))
 
 
 def test_a_victim_that_was_scheduled_is_no_longer_in_the_step() -> None:

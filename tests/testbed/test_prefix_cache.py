@@ -19,37 +19,9 @@ from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.cost_aware import CostAware
 from testbed.policies.oracle import NoOracle
-from tests.testbed.core_kit import (
-    WeakKeys,
-    add,
-    cached,
-    drain,
-    make_blocks,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    scheduled,
-    step,
-)
-
-
-def sequence(seq_id: int, tokens: int | Seq[int], salt: str = "") -> Sequence:
-    return Sequence(seq_id, make_request(str(seq_id), tokens, salt=salt), 4096)
-
-
-def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
-    """Admits a sequence and publishes all it knows; returns its table."""
-    blocks.admit(seq, seq.num_tokens, blocks.lookup(seq))
-    blocks.prefixes.publish(seq, seq.num_tokens)
-    return seq.block_table[:]
-
-
-def num_hit(blocks: BlockManager, tokens: Seq[int], salt: str = "") -> int:
-    seq = sequence(999, tokens, salt)
-    hit = blocks.lookup(seq)
-    blocks.forget(seq)
-    return hit.num_tokens
+from tests.testbed.core_kit import TakesTheFirst, WeakKeys, make_blocks, make_limits, make_request, make_scheduler
+from tests.testbed.kv_kit import compute, num_hit, sequence
+from tests.testbed.stepping import add, cached, drain, preempted, scheduled, step
 
 
 def test_a_step_knows_the_positions_that_several_decodes_read() -> None:
@@ -92,25 +64,15 @@ def test_only_full_blocks_are_hit() -> None:
     assert num_hit(blocks, [99, *range(1, 20)]) == 0
 
 
-def test_the_last_token_of_a_wholly_cached_prompt_is_computed() -> None:
-    scheduler = make_scheduler(block_size=4)
+@pytest.mark.parametrize(("block_size", "num_cached"), [(4, 4), (1, 7)])
+def test_the_last_block_of_a_wholly_cached_prompt_is_computed(block_size: int, num_cached: int) -> None:
+    scheduler = make_scheduler(block_size=block_size)
     add(scheduler, make_request("a", range(8), 1))
     drain(scheduler)
     add(scheduler, make_request("b", range(8), 1))
     plan, _ = step(scheduler)
-    assert cached(plan) == {"b": 4}
-    assert scheduled(plan) == {"b": 4}
-
-
-def test_with_blocks_of_one_token_exactly_one_token_is_computed() -> None:
-    scheduler = make_scheduler(block_size=1)
-    add(scheduler, make_request("a", range(8), 1))
-    drain(scheduler)
-    add(scheduler, make_request("b", range(8), 1))
-    plan, _ = step(scheduler)
-    assert cached(plan) == {"b": 7}
-    assert scheduled(plan) == {"b": 1}
-    assert plan.shape.prefills == (PrefillChunk(7, 1),)
+    assert (cached(plan), scheduled(plan)) == ({"b": num_cached}, {"b": 8 - num_cached})
+    assert plan.shape.prefills == (PrefillChunk(num_cached, 8 - num_cached),)
 
 
 def test_a_later_turn_hits_the_blocks_that_decoding_filled() -> None:
@@ -124,29 +86,15 @@ def test_a_later_turn_hits_the_blocks_that_decoding_filled() -> None:
     assert cached(plan) == {"turn 2": 12}
 
 
-def test_a_block_is_not_hit_before_its_step_is_committed() -> None:
-    scheduler = make_scheduler(block_size=4, rules=KVRules(hits_visible="commit"))
+@pytest.mark.parametrize(("hits_visible", "within_step"), [("commit", 0), ("allocation", 8)])
+def test_a_block_is_hit_once_its_step_is_committed_or_from_its_allocation(hits_visible: str, within_step: int) -> None:
+    scheduler = make_scheduler(block_size=4, rules=KVRules(hits_visible=hits_visible))  # type: ignore[arg-type]
     add(scheduler, make_request("a", range(9), 5), make_request("b", range(9), 5))
     plan, _ = step(scheduler)
-    assert cached(plan) == {"a": 0, "b": 0}
+    assert (cached(plan), scheduled(plan)) == ({"a": 0, "b": within_step}, {"a": 9, "b": 9 - within_step})
     add(scheduler, make_request("c", range(9), 5))
     plan, _ = step(scheduler)
     assert cached(plan) == {"c": 8}
-
-
-def test_visible_at_allocation_a_block_is_hit_within_its_step() -> None:
-    scheduler = make_scheduler(block_size=4, rules=KVRules(hits_visible="allocation"))
-    add(scheduler, make_request("a", range(9), 5), make_request("b", range(9), 5))
-    plan, _ = step(scheduler)
-    assert cached(plan) == {"a": 0, "b": 8}
-    assert scheduled(plan) == {"a": 9, "b": 1}
-
-
-class TakesTheFirst:
-    """A user's victim choice that takes what this step has scheduled already."""
-
-    def choose(self, running: dict[int, Sequence]) -> Sequence:
-        return next(iter(running.values()))
 
 
 def test_blocks_published_for_a_row_that_was_preempted_in_the_same_step_are_not_hit() -> None:

@@ -55,14 +55,22 @@ def run_steps(
         recorder.ended(finished, now_ns)
 
 
+def recorded(
+    folder: Path, scheduler: Scheduler, *requests: Request, max_steps: int = 1000, step_ns: int = 10, **options: bool
+) -> RunRecorder:
+    """A run whose recorder, of these options, is closed."""
+    recorder = RunRecorder(folder, **options)
+    run_steps(recorder, scheduler, [*requests], max_steps, step_ns)
+    recorder.close()
+    return recorder
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     return pq.read_table(path).to_pylist()
 
 
 def test_both_files_have_exactly_the_schema(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path)
-    run_steps(recorder, make_scheduler(), [make_request("a", 4, 3)])
-    recorder.close()
+    recorded(tmp_path, make_scheduler(), make_request("a", 4, 3))
     for name, columns in (("requests", REQUEST_COLUMNS), ("steps", STEP_COLUMNS)):
         schema = pq.read_schema(tmp_path / f"{name}.parquet")
         assert {field.name: field.type for field in schema} == {key: ARROW[kind] for key, kind in columns.items()}
@@ -76,17 +84,8 @@ def test_a_run_without_a_request_leaves_empty_tables_of_the_schema(tmp_path: Pat
 
 
 def test_a_request_is_recorded_with_all_its_instants(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path)
-    scheduler = make_scheduler(limits=make_limits(budget=4))
-    run_steps(
-        recorder,
-        scheduler,
-        [
-            make_request("a", 6, 3, tenant="t", session_id="s", turn=2, priority=4, deadline_ns=35),
-            make_request("b", 3, 1),
-        ],
-    )
-    recorder.close()
+    request = make_request("a", 6, 3, tenant="t", session_id="s", turn=2, priority=4, deadline_ns=35)
+    recorded(tmp_path, make_scheduler(limits=make_limits(budget=4)), request, make_request("b", 3, 1))
     b, a = sorted(rows(tmp_path / "requests.parquet"), key=lambda row: row["finish_ns"])
     # steps end at 10, 20, 30, 40: a computes 4 and 2 prompt tokens, then decodes twice; b starts in the second step
     assert a == {
@@ -103,10 +102,8 @@ def test_a_request_is_recorded_with_all_its_instants(tmp_path: Path) -> None:
 
 
 def test_a_step_is_recorded_as_it_was_decided(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path)
     scheduler = make_scheduler(num_blocks=8, limits=make_limits(budget=8))
-    run_steps(recorder, scheduler, [make_request("a", 4, 2), make_request("b", 7, 1)])
-    recorder.close()
+    recorded(tmp_path, scheduler, make_request("a", 4, 2), make_request("b", 7, 1))
     first, second = rows(tmp_path / "steps.parquet")
     assert first == {
         "replica": 0, "step": 0, "start_ns": 0, "end_ns": 10, "num_decodes": 0, "num_prefills": 2,
@@ -122,13 +119,8 @@ def test_a_step_is_recorded_as_it_was_decided(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("caching", "num_recomputed"), [(False, 4), (True, 0)])  # the cache gives both blocks back
 def test_preemptions_are_counted_with_what_they_cost(tmp_path: Path, caching: bool, num_recomputed: int) -> None:
-    recorder = RunRecorder(tmp_path)
-    run_steps(
-        recorder,
-        make_scheduler(num_blocks=5, block_size=2, caching=caching),
-        [make_request("a", 4, 3), make_request("b", 4, 3)],
-    )
-    recorder.close()
+    scheduler = make_scheduler(num_blocks=5, block_size=2, caching=caching)
+    recorded(tmp_path, scheduler, make_request("a", 4, 3), make_request("b", 4, 3))
     found = {row["request_id"]: row for row in rows(tmp_path / "requests.parquet")}
     assert (found["a"]["num_preemptions"], found["a"]["num_recomputed_tokens"]) == (0, 0)
     assert (found["b"]["num_preemptions"], found["b"]["num_recomputed_tokens"]) == (1, num_recomputed)
@@ -137,11 +129,8 @@ def test_preemptions_are_counted_with_what_they_cost(tmp_path: Path, caching: bo
 
 
 def test_unfinished_requests_are_recorded_and_have_no_end(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path)
-    scheduler = make_scheduler(limits=make_limits(seqs=2))
     requests = [make_request("done", 4, 1), make_request("half", 4, 9), make_request("never seen", 4, 9)]
-    run_steps(recorder, scheduler, requests, max_steps=1)
-    recorder.close()
+    recorder = recorded(tmp_path, make_scheduler(limits=make_limits(seqs=2)), *requests, max_steps=1)
     found = {row["request_id"]: row for row in rows(tmp_path / "requests.parquet")}
     assert list(found) == ["done", "half", "never seen"]
     assert found["done"]["finish_reason"] == "length"
@@ -168,9 +157,7 @@ def test_ignored_and_aborted_requests_are_recorded_with_their_reason(tmp_path: P
 
 
 def test_without_token_times_only_the_list_is_missing(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path, token_times=False)
-    run_steps(recorder, make_scheduler(), [make_request("a", 4, 3)])
-    recorder.close()
+    recorded(tmp_path, make_scheduler(), make_request("a", 4, 3), token_times=False)
     (row,) = rows(tmp_path / "requests.parquet")
     assert (row["token_ns"], row["num_output_tokens"], row["first_token_ns"], row["tpot_s"]) == (None, 3, 10, 10e-9)
 
@@ -208,20 +195,16 @@ def test_after_many_groups_they_are_larger(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_instants_and_digests_keep_all_their_bits(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path)
     scheduler = make_scheduler()
-    run_steps(recorder, scheduler, [make_request("a", 4, 2)], step_ns=2**61 + 1)
-    recorder.close()
+    recorded(tmp_path, scheduler, make_request("a", 4, 2), step_ns=2**61 + 1)
     assert [row["end_ns"] for row in rows(tmp_path / "steps.parquet")] == [2**61 + 1, 2**62 + 2]
     assert rows(tmp_path / "steps.parquet")[-1]["digest"] == scheduler.digest
 
 
 def test_a_decision_line_has_the_published_fields(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path, decisions=True)
     scheduler = make_scheduler("unified", num_blocks=5, block_size=2, limits=make_limits(model_len=12))
     requests = [make_request("b", 4, 3), make_request("a", 4, 3), make_request("long", 13, 1)]
-    run_steps(recorder, scheduler, requests, step_ns=500_000_000)
-    recorder.close()
+    recorded(tmp_path, scheduler, *requests, step_ns=500_000_000, decisions=True)
     lines = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
     assert lines[0] == {
         "step": 0, "time_s": 0.0, "scheduled": {"b": 4, "a": 4}, "preempted": [], "swapped_out": [], "swapped_in": [],
@@ -246,10 +229,8 @@ def test_no_decisions_are_written_unless_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("caching", [False, True])
 def test_recomputed_tokens_are_those_computed_more_than_once(tmp_path: Path, caching: bool) -> None:
     """What all requests computed, less what each had to compute once, whatever the cache gave back in between."""
-    recorder = RunRecorder(tmp_path)
     scheduler = make_scheduler("unified", num_blocks=8, block_size=2, caching=caching, limits=make_limits(budget=5))
-    run_steps(recorder, scheduler, [make_request(name, 4, 9) for name in ("a", "b", "c")])
-    recorder.close()
+    recorded(tmp_path, scheduler, *(make_request(name, 4, 9) for name in ("a", "b", "c")))
     requests, steps = rows(tmp_path / "requests.parquet"), rows(tmp_path / "steps.parquet")
     assert sum(row["num_preemptions"] for row in requests) > 1
     computed = sum(row["num_prefill_tokens"] + row["num_decode_tokens"] for row in steps)
@@ -259,11 +240,8 @@ def test_recomputed_tokens_are_those_computed_more_than_once(tmp_path: Path, cac
 
 
 def test_only_a_request_that_was_served_has_an_end_to_end_latency(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path)
-    run_steps(
-        recorder, make_scheduler(num_blocks=2, block_size=2), [make_request("long", 40, 3), make_request("a", 2, 1)]
-    )
-    recorder.close()
+    scheduler = make_scheduler(num_blocks=2, block_size=2)
+    recorded(tmp_path, scheduler, make_request("long", 40, 3), make_request("a", 2, 1))
     latency = {row["request_id"]: row["e2e_s"] for row in rows(tmp_path / "requests.parquet")}
     assert latency["long"] is None
     assert latency["a"] > 0
@@ -291,9 +269,7 @@ def test_without_steps_only_their_rows_are_missing(tmp_path: Path) -> None:
     tables = {}
     for name, steps in (("with", True), ("without", False)):
         (tmp_path / name).mkdir()
-        recorder = RunRecorder(tmp_path / name, steps=steps)
-        run_steps(recorder, make_scheduler(), [make_request("a", 4, 3), make_request("b", 4, 5)])
-        recorder.close()
+        recorded(tmp_path / name, make_scheduler(), make_request("a", 4, 3), make_request("b", 4, 5), steps=steps)
         tables[name] = rows(tmp_path / name / "requests.parquet")
     assert rows(tmp_path / "without" / "steps.parquet") == []
     assert tables["with"] == tables["without"]

@@ -9,19 +9,8 @@ from testbed.core.outcome import FinishReason, Outcome
 from testbed.core.plan import RESET, PreemptionMode
 from testbed.core.request import SamplingParams
 from testbed.policies.preemption import Swap
-from tests.testbed.core_kit import (
-    add,
-    cached,
-    commit,
-    drain,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    scheduled,
-    step,
-    step_with,
-)
+from tests.testbed.core_kit import make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, cached, commit, drain, preempted, scheduled, step, step_with
 
 
 def test_who_ran_stands_first_in_the_queue_as_it_ran_and_may_run_in_the_same_step() -> None:

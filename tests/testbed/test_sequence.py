@@ -10,7 +10,8 @@ from testbed.core.request import SamplingParams
 from testbed.core.sequence import Sequence
 from testbed.core.state import SequenceState
 from testbed.errors import IllegalTransitionError, RequestError
-from tests.testbed.core_kit import add, make_limits, make_request, make_scheduler, step
+from tests.testbed.core_kit import make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, step
 
 W, R, S, F = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.SWAPPED, SequenceState.FINISHED
 LEGAL = {(W, R), (W, F), (R, W), (R, S), (R, F), (S, R), (S, W), (S, F)}

@@ -15,7 +15,8 @@ from testbed.core.serve import serve
 from testbed.core.step import Step
 from testbed.errors import LivelockError
 from testbed.policies.queue_order import FCFS
-from tests.testbed.core_kit import make_limits, make_request, make_scheduler, scheduled
+from tests.testbed.core_kit import make_limits, make_request, make_scheduler
+from tests.testbed.stepping import scheduled
 
 
 class Timed(NamedTuple):

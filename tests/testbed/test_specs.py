@@ -125,32 +125,16 @@ ROPE: list[tuple[dict[str, object], RopeScaling | None, float, int]] = [
     ({"rope_theta": 5e5}, None, 5e5, 2048),
     ({"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, None, 7.0, 2048),
     ({"rope_scaling": {"type": "linear", "factor": 4}}, RopeScaling("linear", 4), 1e4, 8192),
-    (
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 9}},
-        RopeScaling("dynamic", 2.0),
-        1e4,
-        4096,
-    ),
-    (
-        {"rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 512}},
-        RopeScaling("yarn", 4.0, 512),
-        1e4,
-        2048,
-    ),
-    (
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2, "high_freq_factor": 5}},
-        RopeScaling("llama3", 8.0, low_freq_factor=2, high_freq_factor=5),
-        1e4,
-        2048,
-    ),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 9}},
+     RopeScaling("dynamic", 2.0), 1e4, 4096),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 512}},
+     RopeScaling("yarn", 4.0, 512), 1e4, 2048),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2, "high_freq_factor": 5}},
+     RopeScaling("llama3", 8.0, low_freq_factor=2, high_freq_factor=5), 1e4, 2048),
     ({"rope_scaling": {"type": "su", "short_factor": [1.0]}}, RopeScaling("su"), 1e4, 2048),
-    (
-        {"rope_theta": 3.0, "rope_parameters": {"rope_type": "linear", "factor": 1.5, "rope_theta": 5.0}},
-        RopeScaling("linear", 1.5),
-        5.0,
-        3072,
-    ),
-]
+    ({"rope_theta": 3.0, "rope_parameters": {"rope_type": "linear", "factor": 1.5, "rope_theta": 5.0}},
+     RopeScaling("linear", 1.5), 5.0, 3072),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "scaling", "theta", "length"), ROPE)

@@ -14,30 +14,16 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence
 from testbed.core.state import SequenceState
 from testbed.policies.preemption import Swap
-from tests.testbed.core_kit import (
-    ALL_COMPOSITIONS,
-    add,
-    cached,
-    drain,
-    make_blocks,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    rows,
-    scheduled,
-    step,
-)
-
-OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
-
+from tests.testbed.core_kit import ALL_COMPOSITIONS, make_blocks, make_limits, make_request, make_scheduler
+from tests.testbed.kv_kit import LATER, NEVER, OK, sequence
+from tests.testbed.stepping import add, cached, drain, preempted, rows, scheduled, step, steps
 
 # --- block manager ---
 
 
 def holding(blocks: BlockManager, seq_id: int, num_tokens: int) -> Sequence:
     """A sequence whose `num_tokens` tokens are computed."""
-    seq = Sequence(seq_id, make_request(str(seq_id), num_tokens, 9), 4096)
+    seq = sequence(seq_id, num_tokens)
     blocks.admit(seq, num_tokens, blocks.lookup(seq))
     seq.num_computed_tokens = num_tokens
     return seq
@@ -186,8 +172,7 @@ def test_swapped_sequences_come_back_in_the_order_they_left() -> None:
     )
     add(scheduler, make_request("a", 4, 5), make_request("b", 4, 6), make_request("c", 4, 3))
     gone, back = [], []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
+    for plan, _ in steps(scheduler):
         gone.append(preempted(plan))
         back.append(plan.swapped_in)
     assert gone[:4] == [[], ["c"], [], ["b"]]
@@ -260,8 +245,7 @@ def test_every_composition_brings_back_what_it_swapped_out(composition: str) -> 
     gone: list[str] = []
     back: list[str] = []
     computed = 0
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
+    for plan, _ in steps(scheduler):
         assert not plan.is_empty
         assert not (plan.swap_out and plan.swap_in), "one direction a step"
         gone += preempted(plan)

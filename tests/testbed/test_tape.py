@@ -15,7 +15,8 @@ from testbed.errors import RunFolderError
 from testbed.records.recorders import Recorders
 from testbed.records.schema import decision
 from testbed.records.tape import Tape, TapeEvent, TapeInbox, TapeWriter, read_tape
-from tests.testbed.core_kit import add, make_request, make_scheduler
+from tests.testbed.core_kit import make_request, make_scheduler
+from tests.testbed.stepping import add
 
 
 def view(scheduler: Scheduler, plan_ns: int, end_ns: int, outcomes: tuple[Outcome, ...] | None) -> StepView:
@@ -60,14 +61,6 @@ def test_a_tape_comes_back_as_it_was_written(tmp_path: Path) -> None:
         assert step.decision == decision(seen)
 
 
-def test_a_step_whose_rows_were_all_forced_has_no_outcomes(tmp_path: Path) -> None:
-    scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl")
-    add(scheduler, make_request("a", 4, 1))
-    writer.committed(view(scheduler, 0, 1, None))
-    writer.close()
-    assert read_tape(tmp_path / "tape.jsonl").steps[0].outcomes is None
-
-
 class FullDisk(Recorder):
     def committed(self, step: StepView) -> None:
         raise OSError(f"no space left for step {step.plan.step}")
@@ -109,11 +102,12 @@ def test_every_tear_of_the_last_line_is_left_out(tmp_path: Path) -> None:
     assert read_tape(path) == whole, "only the line's end is missing"
 
 
-def test_what_was_written_is_there_after_each_step(tmp_path: Path) -> None:
+def test_what_was_written_is_there_after_each_step_without_outcomes_where_rows_were_all_forced(tmp_path: Path) -> None:
     scheduler, writer = make_scheduler(), TapeWriter(tmp_path / "tape.jsonl")
     add(scheduler, make_request("a", 4, 1))
     writer.committed(view(scheduler, 0, 1, None))
-    assert len(read_tape(tmp_path / "tape.jsonl").steps) == 1, "not flushed"
+    (there,) = read_tape(tmp_path / "tape.jsonl").steps  # flushed
+    assert there.outcomes is None
     writer.close()
 
 
@@ -142,25 +136,21 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> No
         read_tape(path)
 
 
-def test_a_tape_of_another_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"kind": "tape", "version": 99}\n', "version 99; this code reads 1"),
+        (b"", "is not a tape"),
+        (b"garbage", "is not a tape"),
+        (b'{"request_id": "a"}', "is not a tape"),
+        (b"\x93NUMPY\xff\x00", r"is not a tape: not UTF-8 text \(at byte 0\)"),
+    ],
+    ids=["of another version", "empty", "no JSON", "of something else", "binary"],
+)
+def test_a_file_that_is_no_tape_that_can_be_read_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
     path = tmp_path / "tape.jsonl"
-    path.write_text(json.dumps({"kind": "tape", "version": 99}) + "\n")
-    with pytest.raises(RunFolderError, match="version 99; this code reads 1"):
-        read_tape(path)
-
-
-@pytest.mark.parametrize("text", ["", "garbage", '{"request_id": "a"}'])
-def test_a_file_that_never_was_a_tape_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "tape.jsonl"
-    path.write_text(text)
-    with pytest.raises(RunFolderError, match="is not a tape"):
-        read_tape(path)
-
-
-def test_a_binary_file_is_no_tape(tmp_path: Path) -> None:
-    path = tmp_path / "tape.jsonl"
-    path.write_bytes(b"\x93NUMPY\xff\x00")
-    with pytest.raises(RunFolderError, match=r"is not a tape: not UTF-8 text \(at byte 0\)"):
+    path.write_bytes(text)
+    with pytest.raises(RunFolderError, match=message):
         read_tape(path)
 
 

@@ -5,19 +5,8 @@ from __future__ import annotations
 from testbed.blocks.config import KVRules
 from testbed.core.plan import BlockedBy
 from testbed.core.request import SamplingParams
-from tests.testbed.core_kit import (
-    add,
-    cached,
-    drain,
-    in_flight,
-    make_limits,
-    make_request,
-    make_scheduler,
-    preempted,
-    rows,
-    scheduled,
-    step,
-)
+from tests.testbed.core_kit import make_limits, make_request, make_scheduler
+from tests.testbed.stepping import add, cached, drain, in_flight, preempted, rows, scheduled, step
 
 CHUNK = KVRules("chunk")
 
@@ -90,18 +79,6 @@ def test_a_sequence_that_finds_no_block_even_after_the_others_goes_itself() -> N
     plan, _ = step(scheduler)  # position 4: a takes the last block
     assert (scheduled(plan), preempted(plan)) == ({"a": 1}, ["b"])
     assert [(item.request.request_id, item.num_output_tokens) for item in drain(scheduler)] == [("a", 3), ("b", 3)]
-
-
-def test_victims_come_back_in_the_order_they_were_admitted() -> None:
-    scheduler = make_scheduler("unified", num_blocks=6, block_size=2, rules=CHUNK, limits=make_limits(threshold=2))
-    add(scheduler, make_request("a", 12, 1), make_request("b", 2, 9), make_request("c", 2, 9))
-    order, gone = [], []
-    while scheduler.has_work:
-        plan, _ = step(scheduler)
-        order += [item.request_id for item in plan.admitted]
-        gone += preempted(plan)
-    assert gone[:2] == ["c", "b"]
-    assert order[:5] == ["a", "b", "c", "b", "c"]
 
 
 def test_emitted_tokens_are_computed_again_after_a_preemption_and_emitted_once() -> None:

@@ -22,6 +22,7 @@ from testbed.policies.victim import (
     MostRecentlyAdmitted,
 )
 from tests.testbed.admission_kit import Says, bound, forked, make_pool, make_seq
+from tests.testbed.core_kit import TakesTheFirst
 
 BLOCK_SIZE = 4
 
@@ -228,14 +229,7 @@ def test_everything_ends_on_a_pool_that_holds_little_more_than_one(
         assert Pressure(make(), lengths, chunk, whole).runs_to_its_end(least_pool(lengths) + extra)
 
 
-class Oldest:
-    """The counter-example: whoever was admitted first."""
-
-    def choose(self, running: dict[int, Sequence]) -> Sequence:
-        return next(iter(running.values()))
-
-
-@pytest.mark.parametrize("rule", [Oldest, MostBlocks])
+@pytest.mark.parametrize("rule", [TakesTheFirst, MostBlocks])
 def test_a_rule_that_spares_nobody_may_let_two_prompts_take_turns_for_ever(rule: Any) -> None:
     """Why the docstrings speak of progress: by chunks of 5, neither prompt gets to its end before it is preempted."""
     lengths = [(8, 18, 0), (10, 16, 0)]

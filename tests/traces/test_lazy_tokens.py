@@ -18,7 +18,8 @@ from testbed.traces.inbox import TraceInbox
 from testbed.traces.lazy_tokens import LazyTokens
 from testbed.traces.schema import Span, TraceRequest
 from tests.sim.kit import VOCAB_SIZE, Instants, constant
-from tests.testbed.core_kit import make_scheduler, step
+from tests.testbed.core_kit import make_scheduler
+from tests.testbed.stepping import step
 
 IDS = array("i", range(100, 110))
 

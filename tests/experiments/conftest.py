@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from experiments.tables import aiconfigurator
+from tests.experiments import kit
 from tests.experiments import tables_on_the_spot as spot
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> kit.Say:
+    """`testbed <arguments>` in this process."""
+    return partial(kit.say, capsys)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory, which is the present one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ SHORT = (
     "trace.output={kind: uniform, min_tokens: 2, max_tokens: 8}",
 )
 REAL = ("backend=real", "backend.device=cpu", "backend.num_threads=1", "backend.pace=as_fast_as_possible")
+needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+BACKENDS = [pytest.param((), id="sim"), pytest.param(REAL, id="real", marks=needs_engine)]
+TIGHT = {  # hits and preemptions: group__key=value
+    "trace__num_requests": 14, "trace__num_system_prompts": 2, "trace__system_prompt_tokens": 14,
+    "trace__output": {"kind": "uniform", "min_tokens": 8, "max_tokens": 30},
+    "trace__prompt": {"kind": "uniform", "min_tokens": 2, "max_tokens": 30},
+    "trace__rate": 4000.0, "cache__num_gpu_blocks": 22, "cache__watermark": 0.0,
+}  # fmt: skip
 
 
 @cache
@@ -68,6 +77,14 @@ def config_of(overrides: Sequence[str] = (*TINY, *SHORT), **dotted: Any) -> RunC
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def option(folder: Path, name: str, text: str) -> Path:
+    """An option of the user's own in this folder of them, by group/name."""
+    file = folder / f"{name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
 
 
 def trace_of(folder: Path, rows: Sequence[dict[str, Any]]) -> Trace:
@@ -95,6 +112,11 @@ class Said:
         self.status, self.out, self.err = status, out, err
         self.lines = [line for line in err.splitlines() if line.strip()]
 
+    def success(self) -> str:
+        """What it printed."""
+        assert self.status == 0, self.err
+        return self.out
+
     def error(self) -> str:
         """The one line of a failure: it begins with `error:`, it is alone, and the exit status is not 0."""
         assert self.status != 0, f"it succeeded and said {self.out!r}"
@@ -104,13 +126,16 @@ class Said:
         return self.lines[0].removeprefix("error: ")
 
 
+Say = Callable[..., Said]  # the fixture `say`: `testbed <arguments>` in this process
+
+
 def latest(*arguments: str) -> list[str]:
     """The arguments of a command; a key's last one alone, where a test changes what it shares with others."""
     last = {item.partition("=")[0]: place for place, item in enumerate(arguments) if "=" in item}
     return [
         item
         for place, item in enumerate(arguments)
-        if item.startswith("-") or last.get(item.partition("=")[0], place) == place
+        if item.startswith("-") or "=" not in item or last[item.partition("=")[0]] == place
     ]
 
 

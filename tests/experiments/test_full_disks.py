@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from analysis.load import load_run
-from experiments import simulate
+from experiments import cli, simulate
+from experiments.fidelity.outputs import BEGIN, END, RESULT, renewed, write_page
 from experiments.runs.run_folder import write_json, writing
 from testbed.errors import RunFolderError
 from testbed.output import whole_file
+from testbed.records import parquet, tape
+from testbed.records.parquet import ParquetFile
+from testbed.records.tables import RowTable
 from testbed.specs.operator_tables import OperatorTables, read_operator_tables, write_operator_tables
 from testbed.specs.profiles import read_profile, write_profile
 from tests.cost.profiling import manifest
 from tests.cost.test_operator_tables import mixed_tables
 from tests.cost.test_profiles import STEPS
-from tests.experiments.kit import REAL, TINY, manifest_of, say, table_of
+from tests.experiments.kit import REAL, TINY, Say, manifest_of, table_of
 from tests.experiments.test_bad_input import GOOD, run
 
 
@@ -47,17 +52,16 @@ class FullDisk:
 
 
 def test_of_a_real_run_whose_records_found_the_disk_full_the_tape_writes_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from testbed.records.parquet import ParquetFile
 
     with monkeypatch.context() as patched:
         patched.setattr(ParquetFile, "write", FullDisk(ParquetFile.write, after=0))
-        error = run(capsys, tmp_path, [GOOD], *REAL).error()
+        error = run(say, tmp_path, [GOOD], *REAL).error()
     assert "the disk is full" in error
     (command,) = re.findall(r"cannot be read; `testbed (run [^`]+)` writes them anew from its tape", error)
-    said = say(capsys, *command.split(), f"hydra.run.dir={tmp_path / 'restored'}")
+    said = say(*command.split(), f"hydra.run.dir={tmp_path / 'restored'}")
     assert "the recorded run was interrupted, and its tape ends after" in said.error()
     restored = load_run(tmp_path / "restored")
     assert not restored.is_complete
@@ -66,10 +70,8 @@ def test_of_a_real_run_whose_records_found_the_disk_full_the_tape_writes_them(
 
 @pytest.mark.parametrize("place", ["ParquetFile.write", "ParquetFile.close", "TapeWriter.committed"])
 def test_a_full_disk_is_one_line_and_what_was_written_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    from testbed.records import parquet, tape
-
     owner = tape.TapeWriter if place.startswith("Tape") else parquet.ParquetFile
     if owner is tape.TapeWriter:
         pytest.importorskip("torch")
@@ -77,7 +79,7 @@ def test_a_full_disk_is_one_line_and_what_was_written_stays(
     monkeypatch.setattr(owner, name, FullDisk(getattr(owner, name), after=9 if name == "committed" else 0))
     more = REAL if owner is tape.TapeWriter else ()
     rows = [{**GOOD, "arrival_time": i / 10, "output_tokens": 5} for i in range(6)]
-    error = run(capsys, tmp_path, rows, *more).error()
+    error = run(say, tmp_path, rows, *more).error()
     assert f"the disk is full ({tmp_path / 'run'}" in error
     if name != "committed":
         assert f"its records in {tmp_path / 'run'} cannot be read; run it again with overwrite=true" in error
@@ -93,10 +95,10 @@ def test_a_full_disk_is_one_line_and_what_was_written_stays(
 
 
 def test_a_sweep_that_cannot_keep_an_outcome_names_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("experiments.sweeps.points.Board.say", FullDisk(lambda *_: None, after=0))
-    error = say(capsys, "run", "-m", *TINY, "trace.num_requests=2", "seed=0,1", f"hydra.sweep.dir={tmp_path}").error()
+    error = say("run", "-m", *TINY, "trace.num_requests=2", "seed=0,1", f"hydra.sweep.dir={tmp_path}").error()
     assert f"the disk is full ({tmp_path}); free some space" in error
 
 
@@ -113,11 +115,7 @@ def test_a_temporary_file_that_cannot_be_made_is_told_as_its_target(tmp_path: Pa
     assert failed.value.filename is None
 
 
-def test_a_full_disk_at_the_very_end_is_no_whole_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import os
-
+def test_a_full_disk_at_the_very_end_is_no_whole_run(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(source: Any, target: Any) -> None:
         if str(target).endswith("summary.json"):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -125,7 +123,7 @@ def test_a_full_disk_at_the_very_end_is_no_whole_run(
 
     replace = os.replace
     monkeypatch.setattr("experiments.runs.run_folder.os.replace", full)
-    error = run(capsys, tmp_path, [GOOD]).error()
+    error = run(say, tmp_path, [GOOD]).error()
     assert "the disk is full" in error
     assert not (tmp_path / "run" / "done").exists()
     assert not list((tmp_path / "run").glob(".*"))
@@ -157,9 +155,6 @@ def test_a_file_that_grows_beyond_its_limit_is_named(tmp_path: Path, command: li
 def test_a_file_that_could_not_be_written_says_so_again_when_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    from testbed.records.tables import RowTable
 
     with ThreadPoolExecutor(1) as worker:
         table = RowTable(tmp_path / "t.parquet", {"a": "int64"}, worker, 1)
@@ -272,8 +267,6 @@ def test_a_figure_on_a_full_disk_is_named_and_the_old_one_stays(
 def test_a_document_that_gets_a_comparison_is_whole_before_and_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from experiments.fidelity.outputs import BEGIN, END, write_page
-
     page, link = tmp_path / "mine.md", tmp_path / "link.md"
     page.write_text(f"mine\n{BEGIN}\n{END}\n")
     link.symlink_to(page)
@@ -295,8 +288,6 @@ def _fail_as_the_disk_fills(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_earlier_comparisons_are_there_again_if_they_cannot_even_be_moved_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from experiments.fidelity.outputs import RESULT, renewed
-
     out = tmp_path / "out"
     (run_there := out / "runs" / "chat" / "simulated").mkdir(parents=True)
     (out / RESULT).write_text("earlier")
@@ -363,13 +354,9 @@ def test_a_sweep_whose_output_finds_the_disk_full_says_so_once(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("words", ["can't start new thread", "Unknown error: Failed to launch worker thread: busy"])
-def test_too_few_threads_are_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
-    from experiments import cli
-
+def test_too_few_threads_are_one_line(say: Say, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     def refused(arguments: list[str]) -> int:
         raise RuntimeError(words)
 
     monkeypatch.setitem(cli.COMMANDS, "list", refused)
-    assert f"{words}; raise the limit of threads and processes (ulimit -u)" in say(capsys, "list").error()
+    assert f"{words}; raise the limit of threads and processes (ulimit -u)" in say("list").error()

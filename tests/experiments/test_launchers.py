@@ -19,48 +19,12 @@ import pytest
 
 from analysis.load import load_sweep
 from experiments.sweeps.points import board_in, say_killed
-from tests.experiments.kit import SHORT, TINY, latest
+from tests.experiments.kit import SHORT, TINY, Say, latest
 from tests.experiments.test_sweeps import POINTS, sweep
 from tests.source_tree import ROOT
 
 JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-DEADLY = """
-import os, signal
-from testbed.policies.orders import KeyedQueue
-
-
-def order():
-    return KeyedQueue(first_come)
-
-
-def first_come(seq):
-    if os.path.exists("armed"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return (seq.seq_id,)
-"""
-
-
-KILLS_ITS_SWEEP = """
-import os, signal
-
-from testbed.policies.orders import KeyedQueue
-
-
-def order():
-    open(f"pid-{os.getpid()}", "w").close()
-    return KeyedQueue(first_come)
-
-
-def first_come(seq):
-    sweep = os.getppid()
-    try:
-        os.rename("armed", "fired")  # only once: an orphan's parent is nobody's sweep
-    except FileNotFoundError:
-        return (seq.seq_id,)
-    os.kill(sweep, signal.SIGKILL)
-    return (seq.seq_id,)
-"""
-INTERRUPTS_ITS_SWEEP = """
+ORDER = """
 import os, signal, time
 from contextlib import suppress
 
@@ -73,11 +37,32 @@ def order():
 
 
 def first_come(seq):
+"""
+DEADLY = """
+    if os.path.exists("armed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (seq.seq_id,)
+"""
+KILLS_ITS_SWEEP = """
+    sweep = os.getppid()
+    with suppress(FileNotFoundError):
+        os.rename("armed", "fired")  # only once: an orphan's parent is nobody's sweep
+        os.kill(sweep, signal.SIGKILL)
+    return (seq.seq_id,)
+"""
+INTERRUPTS_ITS_SWEEP = """
     with suppress(FileNotFoundError):
         os.rename("armed", "fired")  # only once
         os.kill(os.getppid(), signal.SIGINT)
     time.sleep(2)
 """
+OWN = "scheduler.queue_order={_target_: deadly.order}"
+
+
+def arm(folder: Path, what_it_does: str) -> None:
+    """An order of the user's that does this once it comes to a sequence."""
+    (folder / "deadly.py").write_text(ORDER + what_it_does)
+    (folder / "armed").touch()
 
 
 def of_process(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -100,20 +85,19 @@ def short_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_joblib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_joblib(tmp_path: Path, say: Say) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    sweep(capsys, tmp_path / "basic", POINTS)
-    said = sweep(capsys, tmp_path / "joblib", POINTS, *JOBLIB)
-    assert said.status == 0, said.err
+    sweep(say, tmp_path / "basic", POINTS)
+    sweep(say, tmp_path / "joblib", POINTS, *JOBLIB).success()
     assert digests(tmp_path / "joblib") == digests(tmp_path / "basic")
     assert not list((tmp_path / "joblib").glob(".points-*")), "nothing of the launching is left"
-    assert "done before  3 of 3" in sweep(capsys, tmp_path / "joblib", POINTS).out, "whoever ran a point"
+    assert "done before  3 of 3" in sweep(say, tmp_path / "joblib", POINTS).out, "whoever ran a point"
 
 
-def test_a_failing_point_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_point_side_by_side(tmp_path: Path, say: Say) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     full = ("cache.watermark=0.1,0.99", "scheduler.kv_rules.watermark_when_idle=true")
-    said = sweep(capsys, tmp_path / "s", "cache.block_size=4,8", *full, *JOBLIB)
+    said = sweep(say, tmp_path / "s", "cache.block_size=4,8", *full, *JOBLIB)
     assert "(2 of 4 points failed)" in said.error()
     assert "Traceback" not in said.err + said.out
     assert len(load_sweep(tmp_path / "s").runs) == 2
@@ -168,9 +152,8 @@ if __name__ == "__main__":
 @linux
 def test_the_workers_of_a_killed_sweep_end_with_it(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    (tmp_path / "deadly.py").write_text(KILLS_ITS_SWEEP)
-    (tmp_path / "armed").touch()
-    ended = of_process(tmp_path, "seed=range(0,6)", "scheduler.queue_order={_target_: deadly.order}", *JOBLIB)
+    arm(tmp_path, KILLS_ITS_SWEEP)
+    ended = of_process(tmp_path, "seed=range(0,6)", OWN, *JOBLIB)
     assert ended.returncode == -signal.SIGKILL
     assert pids_in(tmp_path)
     until_ended(pids_in(tmp_path))
@@ -196,12 +179,11 @@ def test_an_interrupted_sweep_ends_its_workers_without_a_process_that_a_second_i
     """As `timeout -s INT` sends two at once, to the whole group: `pgrep`, which joblib asks for its workers' children
     where psutil is missing, dies of the second, and the sweep waits for workers that nobody has ended."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    (tmp_path / "deadly.py").write_text(INTERRUPTS_ITS_SWEEP)
-    (tmp_path / "armed").touch()
+    arm(tmp_path, INTERRUPTS_ITS_SWEEP)
     (tmp_path / "pgrep").write_text("#!/bin/sh\nkill -INT $$\n")
     (tmp_path / "pgrep").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    ended = of_process(tmp_path, POINTS, "scheduler.queue_order={_target_: deadly.order}", *JOBLIB, PATH=path)
+    ended = of_process(tmp_path, POINTS, OWN, *JOBLIB, PATH=path)
     assert ended.returncode == 130
     (line,) = [line for line in ended.stderr.splitlines() if line.strip()]
     assert line == "error: interrupted; finished points stay, 3 points are left: the same command runs them"
@@ -210,11 +192,12 @@ def test_an_interrupted_sweep_ends_its_workers_without_a_process_that_a_second_i
 
 def test_a_killed_worker_is_one_line_and_the_same_command_resumes(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    (tmp_path / "deadly.py").write_text(DEADLY)
-    assert of_process(tmp_path, "seed=0", "scheduler.queue_order={_target_: deadly.order}").returncode == 0
+    arm(tmp_path, DEADLY)
+    (tmp_path / "armed").unlink()
+    assert of_process(tmp_path, "seed=0", OWN).returncode == 0
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("done")}
     (tmp_path / "armed").touch()
-    arguments = (POINTS, "scheduler.queue_order={_target_: deadly.order}", *JOBLIB)
+    arguments = (POINTS, OWN, *JOBLIB)
     ended = of_process(tmp_path, *arguments)
     assert ended.returncode == 1
     (line,) = [line for line in ended.stderr.splitlines() if line.strip()]
@@ -228,13 +211,9 @@ def test_a_killed_worker_is_one_line_and_the_same_command_resumes(tmp_path: Path
     assert len(load_sweep(tmp_path / "s").runs) == 3
 
 
-def test_a_killed_sweep_leaves_word_of_the_points_that_nobody_came_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "deadly.py").write_text(DEADLY)
-    (tmp_path / "armed").touch()
-    deadly = (POINTS, "scheduler.queue_order={_target_: deadly.order}")
-    assert of_process(tmp_path, *deadly).returncode < 0
+def test_a_killed_sweep_leaves_word_of_the_points_that_nobody_came_to(tmp_path: Path, say: Say) -> None:
+    arm(tmp_path, DEADLY)
+    assert of_process(tmp_path, POINTS, OWN).returncode < 0
     folder = tmp_path / "s"
     (left,) = folder.glob(".points-*")
     assert say_killed(folder) == [left]
@@ -244,20 +223,20 @@ def test_a_killed_sweep_leaves_word_of_the_points_that_nobody_came_to(
     assert left.exists(), "jobs on other machines may outlive their sweep"
 
     (tmp_path / "armed").unlink()
-    assert of_process(tmp_path, *deadly).returncode == 0
+    assert of_process(tmp_path, POINTS, OWN).returncode == 0
     assert len(load_sweep(folder).runs) == 3
     assert not list(folder.glob(".points-*"))
 
     with board_in(folder) as board:
-        sweep(capsys, folder, "seed=0")
+        sweep(say, folder, "seed=0")
         assert list(folder.glob(".points-*")) == [board.folder], "that of a living sweep stays"
         assert say_killed(folder) == []
     assert not board.folder.exists()
 
 
-def test_slurm_s_launcher_by_its_executor_for_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_s_launcher_by_its_executor_for_one_machine(tmp_path: Path, say: Say) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra `slurm`")
-    sweep(capsys, tmp_path / "basic", POINTS)
+    sweep(say, tmp_path / "basic", POINTS)
     said = of_process(tmp_path, POINTS, "hydra/launcher=submitit_local", "points_per_job=2")
     assert said.returncode == 0, said.stderr
     assert digests(tmp_path / "s") == digests(tmp_path / "basic")
@@ -265,9 +244,9 @@ def test_slurm_s_launcher_by_its_executor_for_one_machine(tmp_path: Path, capsys
     assert "done before  3 of 3" in of_process(tmp_path, POINTS, "hydra/launcher=submitit_local").stdout
 
 
-def test_ray_on_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], short_folder: Path) -> None:
+def test_ray_on_one_machine(tmp_path: Path, say: Say, short_folder: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="needs the extra `ray`")
-    sweep(capsys, tmp_path / "basic", POINTS)
+    sweep(say, tmp_path / "basic", POINTS)
     ray = (
         "hydra/launcher=ray", "points_per_job=2", "+hydra.launcher.ray.init.num_cpus=2",
         "+hydra.launcher.ray.init.include_dashboard=false", f"+hydra.launcher.ray.init._temp_dir={short_folder}",
@@ -278,14 +257,14 @@ def test_ray_on_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert digests(tmp_path / "s") == digests(tmp_path / "basic")
 
 
-def test_a_launcher_that_is_not_installed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = sweep(capsys, tmp_path / "s", POINTS, "hydra/launcher=jblib").error()
+def test_a_launcher_that_is_not_installed_is_named(tmp_path: Path, say: Say) -> None:
+    error = sweep(say, tmp_path / "s", POINTS, "hydra/launcher=jblib").error()
     assert "hydra/launcher has no option 'jblib'" in error
 
 
 @pytest.mark.parametrize("value", ["0", "-1"])
-def test_jobs_of_no_points_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str) -> None:
-    assert "points_per_job is" in sweep(capsys, tmp_path / "s", POINTS, f"points_per_job={value}").error()
+def test_jobs_of_no_points_are_refused(tmp_path: Path, say: Say, value: str) -> None:
+    assert "points_per_job is" in sweep(say, tmp_path / "s", POINTS, f"points_per_job={value}").error()
 
 
 def test_a_terminal_shows_one_bar_and_no_chatter(tmp_path: Path) -> None:

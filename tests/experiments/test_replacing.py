@@ -13,7 +13,8 @@ import pytest
 from analysis.load import load_run, load_sweep
 from experiments import simulate
 from experiments.runs import replacing
-from tests.experiments.kit import SHORT, TINY, Said, say
+from testbed.records.parquet import ParquetFile
+from tests.experiments.kit import SHORT, TINY, Said, Say
 from tests.experiments.test_full_disks import FullDisk
 from tests.experiments.test_sweeps import sweep
 
@@ -45,25 +46,24 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+def earlier(here: Path) -> dict[str, bytes]:
     """The files of a complete run in `run`, with a file of the user's own."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ends.py").write_text(POLICY)
+    (here / "ends.py").write_text(POLICY)
     simulate({"num_requests": 2}, folder="run", cost="constant")
     Path("run", "notes.txt").write_text("mine")
     return files_of(Path("run"))
 
 
-def again(capsys: pytest.CaptureFixture[str], *more: str) -> Said:
+def again(say: Say, *more: str) -> Said:
     one_by_one = "scheduler.max_num_seqs=1"
-    return say(capsys, "run", *TINY, *SHORT, one_by_one, "cost=constant", "hydra.run.dir=run", "overwrite=true", *more)
+    return say("run", *TINY, *SHORT, one_by_one, "cost=constant", "hydra.run.dir=run", "overwrite=true", *more)
 
 
 @pytest.mark.parametrize("how", ["fails", "interrupted"])
 def test_the_earlier_run_comes_back_if_the_new_one_finished_no_request(
-    earlier: dict[str, bytes], capsys: pytest.CaptureFixture[str], how: str
+    earlier: dict[str, bytes], say: Say, how: str
 ) -> None:
-    said = again(capsys, f"scheduler.admission={{_target_: ends.Ends, error: {how}}}")
+    said = again(say, f"scheduler.admission={{_target_: ends.Ends, error: {how}}}")
     assert said.status == (130 if how == "interrupted" else 1)
     assert said.err.rstrip().endswith(f"; the run before it stays in {Path('run').absolute()}")
     assert "partial      not kept" in said.out
@@ -71,45 +71,41 @@ def test_the_earlier_run_comes_back_if_the_new_one_finished_no_request(
 
 
 def test_the_earlier_run_comes_back_if_the_disk_is_full(
-    earlier: dict[str, bytes], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    earlier: dict[str, bytes], say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from testbed.records.parquet import ParquetFile
-
     monkeypatch.setattr(ParquetFile, "close", FullDisk(ParquetFile.close, after=0))
-    assert "the disk is full" in (error := again(capsys).error())
+    assert "the disk is full" in (error := again(say).error())
     assert error.endswith(f"; the run before it stays in {Path('run').absolute()}")
     assert files_of(Path("run")) == earlier
 
 
 def test_the_earlier_run_comes_back_if_the_new_one_cannot_be_begun(
-    earlier: dict[str, bytes], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    earlier: dict[str, bytes], say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replacing, "claim", FullDisk(lambda *_: None, after=0).__get__(None, object))
-    assert "the disk is full" in again(capsys).error()
+    assert "the disk is full" in again(say).error()
     assert files_of(Path("run")) == earlier
 
 
-def test_with_partial_results_both_runs_stay_until_one_is_complete(
-    earlier: dict[str, bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_partial_results_both_runs_stay_until_one_is_complete(earlier: dict[str, bytes], say: Say) -> None:
     kept = Path("run", ".replaced").absolute()
     for after in (5, 4, 0):
-        error = again(capsys, f"scheduler.admission={{_target_: ends.Ends, error: fails, after: {after}}}").error()
+        error = again(say, f"scheduler.admission={{_target_: ends.Ends, error: fails, after: {after}}}").error()
         if after:
             assert error.endswith(f"; partial results kept in {kept.parent}; the run before it is in {kept}")
             assert not load_run("run").is_complete
             assert files_of(kept) | {"notes.txt": b"mine"} == earlier
-            refused = say(capsys, "run", *TINY, "hydra.run.dir=run").error()
+            refused = say("run", *TINY, "hydra.run.dir=run").error()
             assert f"{kept.parent} already holds a run (and in .replaced the one before it)" in refused
     assert files_of(Path("run")) == earlier, "the last one finished no request"
-    assert again(capsys).status == 0
+    again(say).success()
     assert not kept.exists()
     assert load_run("run").is_complete
     assert Path("run", "notes.txt").read_text() == "mine"
 
 
 def test_a_killed_run_leaves_the_earlier_one_which_is_not_lost_without_being_asked(
-    earlier: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+    earlier: dict[str, bytes], say: Say
 ) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     killed = subprocess.run(
@@ -119,42 +115,36 @@ def test_a_killed_run_leaves_the_earlier_one_which_is_not_lost_without_being_ask
     assert {*killed.stdout.split()} == {".replaced", "config.yaml", "run.log", "notes.txt"}
     assert load_run(Path("run", ".replaced")).is_complete
     said = "the run did not finish: run its command again with overwrite=true, or that of its sweep as it was; "
-    assert f"{said}the run before it is in run/.replaced" in say(capsys, "timeline", "run").error()
-    assert "already holds a run, and" in say(capsys, "run", *TINY, "hydra.run.dir=run").error()
+    assert f"{said}the run before it is in run/.replaced" in say("timeline", "run").error()
+    assert "already holds a run, and" in say("run", *TINY, "hydra.run.dir=run").error()
     assert files_of(Path("run")) == earlier, "the next command put it back"
 
 
-def test_a_run_whose_move_was_killed_is_put_together_again(
-    earlier: dict[str, bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_move_was_killed_is_put_together_again(earlier: dict[str, bytes], say: Say) -> None:
     Path("run", ".replacing").mkdir()
     for name in ("done", "manifest.json"):
         Path("run", name).rename(Path("run", ".replacing", name))
-    assert "already holds a run, and" in say(capsys, "run", *TINY, "hydra.run.dir=run").error()
+    assert "already holds a run, and" in say("run", *TINY, "hydra.run.dir=run").error()
     assert files_of(Path("run")) == earlier, "the next command put it back"
 
 
 def test_of_a_swept_point_that_fails_the_earlier_run_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from testbed.records.parquet import ParquetFile
-
-    sweep(capsys, tmp_path / "s", "seed=0,1")
+    sweep(say, tmp_path / "s", "seed=0,1")
     before = files_of(tmp_path / "s")
     with monkeypatch.context() as patched:
         patched.setattr(ParquetFile, "close", FullDisk(ParquetFile.close, after=0))
-        error = sweep(capsys, tmp_path / "s", "seed=0,1", "overwrite=true").error()
+        error = sweep(say, tmp_path / "s", "seed=0,1", "overwrite=true").error()
     assert "the disk is full" in error
     assert "(2 of 2 points failed)" in error
     assert files_of(tmp_path / "s") == before
-    assert "2 of 2 points" in sweep(capsys, tmp_path / "s", "seed=0,1").out
+    assert "2 of 2 points" in sweep(say, tmp_path / "s", "seed=0,1").out
     assert len(load_sweep(tmp_path / "s").runs) == 2
 
 
-def test_a_swept_point_that_was_killed_is_done_before_as_its_earlier_run_is_put_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep(capsys, tmp_path / "s", "seed=0,1")
+def test_a_swept_point_that_was_killed_is_done_before_as_its_earlier_run_is_put_back(tmp_path: Path, say: Say) -> None:
+    sweep(say, tmp_path / "s", "seed=0,1")
     before = files_of(tmp_path / "s")
     for run in load_sweep(tmp_path / "s").runs:
         (run.path / ".new").mkdir()
@@ -163,5 +153,5 @@ def test_a_swept_point_that_was_killed_is_done_before_as_its_earlier_run_is_put_
         (run.path / ".new").rename(run.path / ".replaced")
         (run.path / "run.log").touch()
         (run.path / "manifest.json").write_text('{"status": "partial"}')
-    assert "done before  2 of 2 points" in sweep(capsys, tmp_path / "s", "seed=0,1").out
+    assert "done before  2 of 2 points" in sweep(say, tmp_path / "s", "seed=0,1").out
     assert files_of(tmp_path / "s") == before

@@ -12,7 +12,7 @@ from analysis.reports.report import commands_of
 from experiments.configuration.grammar import parsed
 from experiments.configuration.overrides import library_of
 from experiments.sweeps.sweep import _choices, _combinations
-from tests.experiments.kit import manifest_of, say
+from tests.experiments.kit import Say, manifest_of
 from tests.experiments.test_sweeps import POINTS, sweep
 
 OWN = """
@@ -40,12 +40,10 @@ def given_in(folder: Path) -> set[tuple[str, ...]]:
     return {tuple(f"{key}={value}" for key, value in manifest["given"].items()) for manifest in manifests}
 
 
-def test_what_a_sweep_is_judged_by_anew_is_what_makes_it_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_sweep_is_judged_by_anew_is_what_makes_it_again(tmp_path: Path, say: Say) -> None:
     def judged(*points: str, ttft_s: float, question: str, margin: float) -> None:
         by = (f"slo.ttft_s={ttft_s}", f"report.question={question}", f"report.margin={margin}")
-        assert sweep(capsys, tmp_path / "s", *points, *by).status == 0
+        sweep(say, tmp_path / "s", *points, *by).success()
 
     both = ("scheduler=unified,decode_first", "seed=0,1")
     judged(*both, ttft_s=0.5, question="old?", margin=0.05)
@@ -61,11 +59,9 @@ def test_what_a_sweep_is_judged_by_anew_is_what_makes_it_again(
     assert "report.question=some?" in second
 
 
-def test_a_point_that_another_command_names_otherwise_is_made_again_by_that_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep(capsys, tmp_path / "s", POINTS)
-    sweep(capsys, tmp_path / "s", POINTS, "allow_ignored=false")
+def test_a_point_that_another_command_names_otherwise_is_made_again_by_that_one(tmp_path: Path, say: Say) -> None:
+    sweep(say, tmp_path / "s", POINTS)
+    sweep(say, tmp_path / "s", POINTS, "allow_ignored=false")
     (command,) = commands_in(tmp_path / "s")
     assert "allow_ignored=false" in command
 
@@ -81,16 +77,15 @@ def test_a_point_that_another_command_names_otherwise_is_made_again_by_that_one(
     ids=["windows", "own class", "odd values"],
 )  # fmt: skip
 def test_the_command_of_a_report_has_the_points_of_the_sweep(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, swept: tuple[str, ...]
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch, swept: tuple[str, ...]
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "reproduced_policy.py").write_text(OWN)
-    said = sweep(capsys, tmp_path / "s", *swept)
-    assert said.status == 0, said.err
+    sweep(say, tmp_path / "s", *swept).success()
     (command,) = commands_in(tmp_path / "s")
     testbed, run, flag, *overrides, into = shlex.split(command)
     assert (testbed, run, flag, into) == ("testbed", "run", "-m", f"hydra.sweep.dir={tmp_path / 's'}")
     assert points_of(overrides) == given_in(tmp_path / "s")
     assert len(given_in(tmp_path / "s")) == 4
-    said = say(capsys, "run", "-m", *overrides, into)
+    said = say("run", "-m", *overrides, into)
     assert "done before  4 of 4 points" in said.out

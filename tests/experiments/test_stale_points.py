@@ -13,7 +13,7 @@ import pytest
 from analysis.load import load_sweep
 from experiments.runs import identity
 from experiments.runs.identity import identity_of
-from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, write_rows
+from tests.experiments.kit import SHORT, TINY, Say, config_of, manifest_of, write_rows
 from tests.experiments.test_sweeps import sweep
 
 InFolder = Callable[..., str]
@@ -27,30 +27,27 @@ def of_file(file: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InFolder:
+def in_folder(here: Path, monkeypatch: pytest.MonkeyPatch, say: Say) -> InFolder:
     """Runs a sweep in a folder of the user's, and returns what it says: modules there are imported anew."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def swept(*arguments: str) -> str:
         for name in ("stale_mine", "stale_helpers"):
             monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.syspath_prepend(str(tmp_path))
-        said = say(capsys, "run", "-m", *TINY, *SHORT, "hydra.sweep.dir=s", *arguments)
-        assert said.status == 0, said.err
-        return said.out
+        monkeypatch.syspath_prepend(str(here))
+        return say("run", "-m", *TINY, *SHORT, "hydra.sweep.dir=s", *arguments).success()
 
     return swept
 
 
-def test_a_changed_trace_file_runs_its_points_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_trace_file_runs_its_points_again(tmp_path: Path, say: Say) -> None:
     file, folder = write_rows(tmp_path / "t.jsonl", ROWS), tmp_path / "s"
     arguments = ("-m", *TINY, "seed=0,1", *of_file(file))
-    assert say(capsys, "run", *arguments, f"hydra.sweep.dir={folder}").status == 0
+    say("run", *arguments, f"hydra.sweep.dir={folder}").success()
     before = {run.path for run in load_sweep(folder).runs}
     fingerprints = {run.fingerprint for run in load_sweep(folder).runs}
     write_rows(file, ROWS[:4])
-    said = say(capsys, "run", *arguments, f"hydra.sweep.dir={folder}")
+    said = say("run", *arguments, f"hydra.sweep.dir={folder}")
     assert f"set aside    2 points (stale: the file {file} changed)" in said.out
     assert "done before" not in said.out
     after = load_sweep(folder)
@@ -58,7 +55,7 @@ def test_a_changed_trace_file_runs_its_points_again(tmp_path: Path, capsys: pyte
     assert not {run.fingerprint for run in after.runs} & fingerprints
     assert not after.incomplete, "what is set aside is mixed into nothing"
     assert len(list(folder.glob(".stale/*/requests.parquet"))) == 2, "nothing is lost"
-    assert "done before  2 of 2" in say(capsys, "run", *arguments, f"hydra.sweep.dir={folder}").out
+    assert "done before  2 of 2" in say("run", *arguments, f"hydra.sweep.dir={folder}").out
 
 
 def test_a_changed_class_runs_its_points_again_also_where_it_only_imports_what_changed(
@@ -79,24 +76,20 @@ def test_a_changed_class_runs_its_points_again_also_where_it_only_imports_what_c
     assert "set aside    1 point (stale: the class file stale_mine.py changed)" in in_folder(*arguments)
 
 
-def test_changed_code_runs_every_point_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sweep(capsys, tmp_path / "s", "seed=0,1")
+def test_changed_code_runs_every_point_again(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep(say, tmp_path / "s", "seed=0,1")
     monkeypatch.setattr(identity, "source_hash", lambda: "another")
-    said = sweep(capsys, tmp_path / "s", "seed=0,1")
+    said = sweep(say, tmp_path / "s", "seed=0,1")
     assert "set aside    2 points (stale: the testbed's code changed)" in said.out
     assert {run.manifest["identity"]["code"] for run in load_sweep(tmp_path / "s").runs} == {"another"}
 
 
-def test_a_run_of_which_nobody_knows_what_made_it_is_no_finished_point(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep(capsys, tmp_path / "s", "seed=0")
+def test_a_run_of_which_nobody_knows_what_made_it_is_no_finished_point(tmp_path: Path, say: Say) -> None:
+    sweep(say, tmp_path / "s", "seed=0")
     (run,) = load_sweep(tmp_path / "s").runs
     kept = {key: value for key, value in manifest_of(run.path).items() if key != "identity"}
     (run.path / "manifest.json").write_text(json.dumps(kept))
-    assert "it does not say what it was made from" in sweep(capsys, tmp_path / "s", "seed=0").out
+    assert "it does not say what it was made from" in sweep(say, tmp_path / "s", "seed=0").out
     assert "identity" in manifest_of(run.path)
 
 
@@ -126,14 +119,14 @@ def test_files_that_a_class_is_given_and_files_of_other_keys_count(tmp_path: Pat
     [("requests.parquet", True), ("steps.parquet", True), ("requests.parquet", False), ("config.yaml", False)],
 )
 def test_a_finished_point_whose_files_are_damaged_is_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, is_cut: bool
+    tmp_path: Path, say: Say, name: str, is_cut: bool
 ) -> None:
-    sweep(capsys, tmp_path / "s", "seed=0,1")
+    sweep(say, tmp_path / "s", "seed=0,1")
     file = load_sweep(tmp_path / "s").runs[0].path / name
     file.write_bytes(file.read_bytes()[:-9]) if is_cut else file.unlink()
     if not is_cut:
-        assert "the run ended, and its files were deleted since" in say(capsys, "report", str(file.parent)).error()
-    said = sweep(capsys, tmp_path / "s", "seed=0,1", "slo.ttft_s=0.1")
+        assert "the run ended, and its files were deleted since" in say("report", str(file.parent)).error()
+    said = sweep(say, tmp_path / "s", "seed=0,1", "slo.ttft_s=0.1")
     assert "set aside    1 point (damaged): " in said.out
     assert "done before  1 of 2" in said.out
     found = load_sweep(tmp_path / "s")

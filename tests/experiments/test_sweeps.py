@@ -10,13 +10,13 @@ import pytest
 from analysis.load import load_sweep
 from experiments.configuration.options import options
 from tests.analysis.runs import change_manifest
-from tests.experiments.kit import SHORT, TINY, Said, manifest_of, say, write_rows
+from tests.experiments.kit import SHORT, TINY, Said, Say, manifest_of, option, write_rows
 
 POINTS = "seed=0,1,2"
 
 
-def sweep(capsys: pytest.CaptureFixture[str], folder: Path, *more: str) -> Said:
-    return say(capsys, "run", "-m", *TINY, *SHORT, f"hydra.sweep.dir={folder}", *more)
+def sweep(say: Say, folder: Path, *more: str) -> Said:
+    return say("run", "-m", *TINY, *SHORT, f"hydra.sweep.dir={folder}", *more)
 
 
 def point(folder: Path, seed: int) -> Path:
@@ -29,10 +29,9 @@ def stamps(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_mtime_ns for file in folder.rglob("done")}
 
 
-def test_every_point_is_run_with_its_own_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_point_is_run_with_its_own_configuration(tmp_path: Path, say: Say) -> None:
     place = f"hydra.sweep.dir={tmp_path / 's'}"
-    said = say(capsys, "run", *TINY, *SHORT, POINTS, "--multirun", "scheduler=unified,decode_first", place)
-    assert said.status == 0, said.err
+    say("run", *TINY, *SHORT, POINTS, "--multirun", "scheduler=unified,decode_first", place).success()
     runs = load_sweep(tmp_path / "s").runs
     assert sorted((run.manifest["scheduler"], run.manifest["seed"]) for run in runs) == [
         (scheduler, seed) for scheduler in ("decode_first", "unified") for seed in range(3)
@@ -40,48 +39,41 @@ def test_every_point_is_run_with_its_own_configuration(tmp_path: Path, capsys: p
 
 
 def test_neither_the_mode_nor_a_job_is_found_out_by_composing_all_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("hydra._internal.hydra.Hydra.get_mode")
     monkeypatch.delattr("hydra._internal.config_loader_impl.ConfigLoaderImpl.load_sweep_config")
-    assert sweep(capsys, tmp_path / "s", "seed=0,1").status == 0
-    assert say(capsys, "run", *TINY, *SHORT, "hydra.verbose=false", f"hydra.run.dir={tmp_path / 'r'}").status == 0
+    sweep(say, tmp_path / "s", "seed=0,1").success()
+    say("run", *TINY, *SHORT, "hydra.verbose=false", f"hydra.run.dir={tmp_path / 'r'}").success()
 
 
-def test_the_same_command_again_runs_nothing_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sweep(capsys, tmp_path / "s", POINTS)
+def test_the_same_command_again_runs_nothing_twice(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep(say, tmp_path / "s", POINTS)
     before = stamps(tmp_path / "s")
-    said = sweep(capsys, tmp_path / "s", POINTS)
-    assert said.status == 0
-    assert "done before  3 of 3 points: " in said.out
+    said = sweep(say, tmp_path / "s", POINTS).success()
+    assert "done before  3 of 3 points: " in said
     monkeypatch.chdir(tmp_path)
-    again = sweep(capsys, tmp_path / "s", POINTS)
+    again = sweep(say, tmp_path / "s", POINTS)
     for seed in range(3):
         place = point(tmp_path / "s", seed)
-        assert str(place) in said.out
+        assert str(place) in said
         assert f" {place.relative_to(tmp_path)}" in again.out, "as one would type it there"
     assert stamps(tmp_path / "s") == before
 
 
-def test_an_extended_sweep_runs_what_is_new_in_whatever_order(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep(capsys, tmp_path / "s", "seed=0,1")
+def test_an_extended_sweep_runs_what_is_new_in_whatever_order(tmp_path: Path, say: Say) -> None:
+    sweep(say, tmp_path / "s", "seed=0,1")
     before = stamps(tmp_path / "s")
-    said = sweep(capsys, tmp_path / "s", "seed=2,1,0", "cache.block_size=8,4")
+    said = sweep(say, tmp_path / "s", "seed=2,1,0", "cache.block_size=8,4")
     assert "done before  2 of 6 points" in said.out
     after = stamps(tmp_path / "s")
     assert len(after) == 6
     assert {name: after[name] for name in before} == before
 
 
-def test_points_with_fitted_step_times_say_how_far_the_fit_is_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_points_with_fitted_step_times_say_how_far_the_fit_is_off(tmp_path: Path, say: Say) -> None:
     words = ["model=qwen3_8b", "device=h100,h200", "seed=0,1", "cost=calibrated", "trace.num_requests=16"]
-    said = say(capsys, "run", "-m", *words, "trace.rate=1000", f"hydra.sweep.dir={tmp_path / 's'}")
+    said = say("run", "-m", *words, "trace.rate=1000", f"hydra.sweep.dir={tmp_path / 's'}")
     for device, error in (("h100", "1.9% off, P90 4.8%"), ("h200", "2.7% off, P90 5.6%")):
         line = f"note         2 points: qwen3_8b on {device}, cost=calibrated: left-out steps are {error}"
         assert line in said.out.splitlines()
@@ -92,37 +84,35 @@ def test_points_with_fitted_step_times_say_how_far_the_fit_is_off(
     assert line == f"note         4 points, the worst {label}: {worst['cost_notes'][0]}"
 
 
-def test_points_are_read_in_the_order_of_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_are_read_in_the_order_of_the_sweep(tmp_path: Path, say: Say) -> None:
     for seeds in ("seed=3,1,4", "seed=0,1"):
-        sweep(capsys, tmp_path / "s", seeds)
+        sweep(say, tmp_path / "s", seeds)
     assert [run.manifest["seed"] for run in load_sweep(tmp_path / "s").runs] == [3, 1, 4, 0]
 
 
-def test_what_only_judges_a_run_runs_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep(capsys, tmp_path / "s", POINTS)
+def test_what_only_judges_a_run_runs_nothing_again(tmp_path: Path, say: Say) -> None:
+    sweep(say, tmp_path / "s", POINTS)
     before = stamps(tmp_path / "s")
-    said = sweep(capsys, tmp_path / "s", POINTS, "slo.ttft_s=0.5", "report.question=Why?")
+    said = sweep(say, tmp_path / "s", POINTS, "slo.ttft_s=0.5", "report.question=Why?")
     assert "restated     3 of them" in said.out
     assert stamps(tmp_path / "s") == before
     for run in load_sweep(tmp_path / "s").runs:
         assert (run.config["report"]["question"], run.config["slo"]["ttft_s"]) == ("Why?", 0.5)
         assert run.summary["slo"]["attainment"] is not None
-    assert "restated" not in sweep(capsys, tmp_path / "s", POINTS, "slo.ttft_s=0.5", "report.question=Why?").out
-    assert "decides nothing of a run" in sweep(capsys, tmp_path / "s", "slo.ttft_s=1,2").error()
+    assert "restated" not in sweep(say, tmp_path / "s", POINTS, "slo.ttft_s=0.5", "report.question=Why?").out
+    assert "decides nothing of a run" in sweep(say, tmp_path / "s", "slo.ttft_s=1,2").error()
 
 
 @pytest.mark.parametrize("question", ["Does it, or not?", "[is it] (P99), {c}: what's better", '"a, b"'])
-def test_a_question_s_commas_and_brackets_are_punctuation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], question: str
-) -> None:
+def test_a_question_s_commas_and_brackets_are_punctuation(tmp_path: Path, say: Say, question: str) -> None:
     key = "++report.question" if question[0] == "[" else "report.question"
-    sweep(capsys, tmp_path / "s", POINTS, f"{key}={question}")
+    sweep(say, tmp_path / "s", POINTS, f"{key}={question}")
     said = {run.config["report"]["question"] for run in load_sweep(tmp_path / "s").runs}
     assert said == {question.strip('"')}
 
 
 def test_what_is_restated_from_elsewhere_keeps_its_files_as_they_were_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say
 ) -> None:
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
@@ -130,18 +120,16 @@ def test_what_is_restated_from_elsewhere_keeps_its_files_as_they_were_named(
     trace = (*TINY, "trace=jsonl", "trace.path=rows.jsonl", "seed=0,1", f"hydra.sweep.dir={tmp_path / 's'}")
     for place, more in (("here", ()), ("there", ("slo.ttft_s=0.5",)), ("here", ("slo.ttft_s=0.25",))):
         monkeypatch.chdir(tmp_path / place)
-        said = say(capsys, "run", "-m", *trace, *more)
+        said = say("run", "-m", *trace, *more)
         assert ("restated     2 of them" in said.out) == bool(more), said.err
         assert {run.config["trace"]["path"] for run in load_sweep(tmp_path / "s").runs} == {"rows.jsonl"}
 
 
-def test_a_warm_up_is_cut_off_afterwards_and_the_report_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep(capsys, tmp_path / "s", POINTS)
+def test_a_warm_up_is_cut_off_afterwards_and_the_report_says_so(tmp_path: Path, say: Say) -> None:
+    sweep(say, tmp_path / "s", POINTS)
     before, whole = stamps(tmp_path / "s"), [run.summary for run in load_sweep(tmp_path / "s").runs]
     cut_s = whole[0]["duration_s"] / 2
-    said = sweep(capsys, tmp_path / "s", POINTS, f"report.warmup_s={cut_s}")
+    said = sweep(say, tmp_path / "s", POINTS, f"report.warmup_s={cut_s}")
     assert "restated     3 of them" in said.out
     assert stamps(tmp_path / "s") == before
     for run, uncut in zip(load_sweep(tmp_path / "s").runs, whole, strict=True):
@@ -149,18 +137,17 @@ def test_a_warm_up_is_cut_off_afterwards_and_the_report_says_so(
         assert run.summary["num_requests"] == uncut["num_requests"] - run.summary["num_in_warmup"]
         assert run.summary["duration_s"] == pytest.approx(uncut["duration_s"] - cut_s)
         assert f"without the first {cut_s:g} s" in run.summary["time_base"]
-    assert "report.warmup_s is -1" in sweep(capsys, tmp_path / "s", POINTS, "report.warmup_s=-1").error()
+    assert "report.warmup_s is -1" in sweep(say, tmp_path / "s", POINTS, "report.warmup_s=-1").error()
 
 
-def test_a_partial_point_is_set_aside_and_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep(capsys, tmp_path / "s", POINTS)
+def test_a_partial_point_is_set_aside_and_run_again(tmp_path: Path, say: Say) -> None:
+    sweep(say, tmp_path / "s", POINTS)
     cut = point(tmp_path / "s", 1)
     digest = manifest_of(cut)["digest"]
     (cut / "done").unlink()
     change_manifest(cut, status="partial")
     before = stamps(tmp_path / "s")
-    said = sweep(capsys, tmp_path / "s", POINTS)
-    assert said.status == 0
+    sweep(say, tmp_path / "s", POINTS).success()
     assert (tmp_path / "s" / f"{cut.name}.partial-1" / "requests.parquet").is_file(), "nothing is lost"
     assert manifest_of(cut)["digest"] == digest
     after = stamps(tmp_path / "s")
@@ -169,21 +156,17 @@ def test_a_partial_point_is_set_aside_and_run_again(tmp_path: Path, capsys: pyte
     assert (len(found.runs), found.incomplete) == (3, ()), "what was made again is not missing"
 
 
-def test_a_point_that_was_killed_before_its_manifest_is_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep(capsys, tmp_path / "s", POINTS)
+def test_a_point_that_was_killed_before_its_manifest_is_run_again(tmp_path: Path, say: Say) -> None:
+    sweep(say, tmp_path / "s", POINTS)
     cut = point(tmp_path / "s", 2)
     for name in ("done", "manifest.json", "summary.json"):
         (cut / name).unlink()
-    assert sweep(capsys, tmp_path / "s", POINTS).status == 0
+    sweep(say, tmp_path / "s", POINTS).success()
     assert (cut / "done").is_file()
 
 
-def test_a_value_out_of_range_is_said_once_and_before_any_point_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = sweep(capsys, tmp_path / "s", "cache.block_size=4,600,700")
+def test_a_value_out_of_range_is_said_once_and_before_any_point_runs(tmp_path: Path, say: Say) -> None:
+    said = sweep(say, tmp_path / "s", "cache.block_size=4,600,700")
     assert said.status == 1
     assert said.error().startswith("cache.block_size=600: cache.block_size is 600; ")
     assert said.error().endswith(" (2 of 3 points are refused, and none was run)")
@@ -191,9 +174,9 @@ def test_a_value_out_of_range_is_said_once_and_before_any_point_runs(
     assert not (tmp_path / "s").exists()
 
 
-def test_points_that_fail_as_they_run_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_that_fail_as_they_run_are_all_named(tmp_path: Path, say: Say) -> None:
     idle_too = "scheduler.kv_rules.watermark_when_idle=true"
-    said = sweep(capsys, tmp_path / "s", "cache.watermark=0.99,0.1,0.999", "cache.num_gpu_blocks=64", idle_too)
+    said = sweep(say, tmp_path / "s", "cache.watermark=0.99,0.1,0.999", "cache.num_gpu_blocks=64", idle_too)
     failed = [line for line in said.out.splitlines() if line.startswith("failed ")]
     assert [line.split(": ")[0].split()[-1] for line in failed] == ["cache.watermark=0.99", "cache.watermark=0.999"]
     assert "a watermark of 0.99 leaves" in said.error()
@@ -202,33 +185,29 @@ def test_points_that_fail_as_they_run_are_all_named(tmp_path: Path, capsys: pyte
     assert {manifest_of(folder)["status"] for folder, _ in found.incomplete} == {"failed"}
 
 
-def test_a_point_whose_trace_is_empty_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = sweep(capsys, tmp_path / "s", "trace.start_s=0,1000")
+def test_a_point_whose_trace_is_empty_is_missed(tmp_path: Path, say: Say) -> None:
+    said = sweep(say, tmp_path / "s", "trace.start_s=0,1000")
     assert "has no requests" in said.error()
     ((folder, _),) = load_sweep(tmp_path / "s").incomplete
     assert manifest_of(folder)["failure"] in said.error()
     assert manifest_of(folder)["swept"] == {"trace.start_s": "1000"}
-    assert "done before  1 of 2" in sweep(capsys, tmp_path / "s", "trace.start_s=0,1000").out
+    assert "done before  1 of 2" in sweep(say, tmp_path / "s", "trace.start_s=0,1000").out
     assert [path.name for path, _ in load_sweep(tmp_path / "s").incomplete] == [folder.name], "in the same place"
 
 
-def test_a_point_with_ignored_requests_fails_the_sweep_and_keeps_its_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = sweep(capsys, tmp_path / "s", "scheduler.max_model_len=16,128")
+def test_a_point_with_ignored_requests_fails_the_sweep_and_keeps_its_results(tmp_path: Path, say: Say) -> None:
+    said = sweep(say, tmp_path / "s", "scheduler.max_model_len=16,128")
     assert "could never fit" in said.error()
     assert len(load_sweep(tmp_path / "s").runs) == 2
-    again = sweep(capsys, tmp_path / "s", "scheduler.max_model_len=16,128")
+    again = sweep(say, tmp_path / "s", "scheduler.max_model_len=16,128")
     assert "done before  2 of 2" in again.out
     assert again.error() == said.error()
-    assert sweep(capsys, tmp_path / "s", "scheduler.max_model_len=16,128", "allow_ignored=true").status == 0
+    sweep(say, tmp_path / "s", "scheduler.max_model_len=16,128", "allow_ignored=true").success()
 
 
-def test_one_s_own_options_are_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "conf" / "record").mkdir(parents=True)
-    (tmp_path / "conf" / "record" / "thin.yaml").write_text("token_times: false\n")
-    said = sweep(capsys, tmp_path / "s", "record=default,thin", "--config-dir", str(tmp_path / "conf"))
-    assert said.status == 0, said.err
+def test_one_s_own_options_are_swept(tmp_path: Path, say: Say) -> None:
+    option(tmp_path / "conf", "record/thin", "token_times: false\n")
+    sweep(say, tmp_path / "s", "record=default,thin", "--config-dir", str(tmp_path / "conf")).success()
     assert len(load_sweep(tmp_path / "s").runs) == 2
 
 
@@ -242,16 +221,13 @@ def test_one_s_own_options_are_swept(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("hydra.job.chdir=true", "act on jobs, which run many points each: leave them out"),
     ],
 )
-def test_what_acts_on_each_point_by_itself_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, told: str
-) -> None:
-    assert told in sweep(capsys, tmp_path / "s", POINTS, more).error()
+def test_what_acts_on_each_point_by_itself_is_refused(tmp_path: Path, say: Say, more: str, told: str) -> None:
+    assert told in sweep(say, tmp_path / "s", POINTS, more).error()
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def test_hydras_keys_may_come_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra={{sweep: {{dir: {tmp_path / 's'}}}}}")
-    assert said.status == 0, said.err
+def test_hydras_keys_may_come_as_one(tmp_path: Path, say: Say) -> None:
+    say("run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra={{sweep: {{dir: {tmp_path / 's'}}}}}").success()
     assert len(load_sweep(tmp_path / "s").runs) == 2
 
 
@@ -264,21 +240,20 @@ STUDIES = {  # what each overlay sweeps beside the seed
 @pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize(("study", "num_arms"), STUDIES.items())
 def test_a_classic_study_is_one_command_and_its_report_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], study: str, num_arms: int
+    tmp_path: Path, say: Say, study: str, num_arms: int
 ) -> None:
     short = (f"experiment={study}", "trace.num_requests=12", "seed=0", f"hydra.sweep.dir={tmp_path / 's'}")
-    said = say(capsys, "run", *short)
-    assert said.status == 0, said.err
+    say("run", *short).success()
     runs = load_sweep(tmp_path / "s").runs
     assert len(runs) == num_arms
     (question,) = {run.config["report"]["question"] for run in runs}
-    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).status == 0
+    say("report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).success()
     assert question in (tmp_path / "r.md").read_text()
 
 
-def test_studies_that_sweep_are_run_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_studies_that_sweep_are_run_one_at_a_time(tmp_path: Path, say: Say) -> None:
     root = f"hydra.sweep.dir={tmp_path / 's'}"
-    assert "run one experiment at a time" in say(capsys, "run", "experiment=watermark,preemption", root).error()
+    assert "run one experiment at a time" in say("run", "experiment=watermark,preemption", root).error()
 
 
 def test_every_study_that_is_shipped_is_tried() -> None:
@@ -296,10 +271,10 @@ def test_every_study_that_is_shipped_is_tried() -> None:
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+    tmp_path: Path, say: Say, override: str, said: str
 ) -> None:
     seeds = () if override.startswith("seed=") else ("seed=0,1",)
-    error = sweep(capsys, tmp_path / "s", override, *seeds).err
+    error = sweep(say, tmp_path / "s", override, *seeds).err
     assert said in error
     assert "Traceback" not in error
     assert not list(tmp_path.rglob("manifest.json"))
@@ -319,20 +294,6 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_runs(
         ("trace.transforms=[],[{name: thin, fraction: 2}]", "trace.transforms[0] (thin): fraction is 2; it must be"),
         ("trace.transforms=[],[{name: jitter, within_s: 0}]", "trace.transforms[0] (jitter): within_s is 0"),
         ("trace.transforms=[],[{name: arrivals, rate: 0}]", "trace.transforms[0] (arrivals): rate is 0"),
-    ],
-)
-def test_what_the_trace_may_not_be_is_said_before_any_point_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
-) -> None:
-    error = sweep(capsys, tmp_path / "s", override).error()
-    assert said in error
-    assert error.endswith("(1 of 2 points are refused, and none was run)")
-    assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
         ("scheduler.victim=most_blocks,nope", "scheduler.victim is 'nope'; valid: auto, "),
         ("cache.eviction=lru,[mru]", "cache.eviction is ['mru']"),
         ("backend.router=round_robin,{_target_: builtins.dict, 1: 2}", "backend.router: "),
@@ -347,63 +308,57 @@ def test_what_the_trace_may_not_be_is_said_before_any_point_runs(
         ("scheduler=vllm_v0 & scheduler.lookahead_slots=0,2", "scheduler.lookahead_slots is 2, which"),
     ],
 )
-def test_what_cannot_be_made_is_said_before_any_point_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
-) -> None:
-    error = sweep(capsys, tmp_path / "s", *override.split(" & "), "seed=0,1").error()
+def test_what_cannot_be_made_is_said_before_any_point_runs(tmp_path: Path, say: Say, override: str, said: str) -> None:
+    error = sweep(say, tmp_path / "s", *override.split(" & "), "seed=0,1").error()
     assert said in error
     assert error.endswith("(2 of 4 points are refused, and none was run)")
     assert not (tmp_path / "s").exists()
 
 
-def test_files_of_traces_are_looked_for_before_any_point_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_traces_are_looked_for_before_any_point_runs(tmp_path: Path, say: Say) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 4}])
     of_file = ("run", "-m", *TINY, "trace=jsonl", f"hydra.sweep.dir={tmp_path / 's'}")
     files = f"trace.path={tmp_path / 'rows.jsonl'},{tmp_path / 'missing.jsonl'},{tmp_path}"
-    error = say(capsys, *of_file, files).error()
+    error = say(*of_file, files).error()
     assert "missing.jsonl: does not exist" in error
     assert "(2 of 3 points are refused, and none was run)" in error
-    assert "trace=jsonl needs trace.path=<file>" in say(capsys, *of_file, "trace.path=null", "seed=0,1").error()
+    assert "trace=jsonl needs trace.path=<file>" in say(*of_file, "trace.path=null", "seed=0,1").error()
     (tmp_path / "talks.json").write_text("[]")
     talks = ("trace=sharegpt", f"trace.path={tmp_path / 'talks.json'}", f"trace.tokenizer={tmp_path / 'none'}")
-    assert "trace.tokenizer" in (error := say(capsys, *of_file, *talks, "seed=0,1").error())
+    assert "trace.tokenizer" in (error := say(*of_file, *talks, "seed=0,1").error())
     assert "(2 of 2 points are refused, and none was run)" in error
     steps = "trace.transforms=[{name: set_rate, rate: 2, by: thin}, {name: bootstrap}]"
-    assert "no rate to change" in say(capsys, *of_file, files.partition(",")[0], steps, "seed=0,1").error()
+    assert "no rate to change" in say(*of_file, files.partition(",")[0], steps, "seed=0,1").error()
     assert (tmp_path / "s").exists(), "what its rows decide is said of the rows"
 
 
-def test_a_baseline_that_no_arm_has_for_a_name_is_said_before_any_point_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_baseline_that_no_arm_has_for_a_name_is_said_before_any_point_runs(tmp_path: Path, say: Say) -> None:
     arms = ("scheduler=unified,decode_first", "seed=0,1")
-    first, *others = sweep(capsys, tmp_path / "s", *arms, "report.baseline=unifed").out.splitlines()
+    first, *others = sweep(say, tmp_path / "s", *arms, "report.baseline=unifed").out.splitlines()
     assert first == "note         report.baseline is 'unifed', and no arm of these points is: unified; decode_first"
     assert len(others) > 3, "the points are run all the same"
-    assert "report.baseline" not in sweep(capsys, tmp_path / "s", *arms, "report.baseline=unified").out
-    first, *_ = sweep(capsys, tmp_path / "s", *arms, "report.baseline=fi").out.splitlines()
+    assert "report.baseline" not in sweep(say, tmp_path / "s", *arms, "report.baseline=unified").out
+    first, *_ = sweep(say, tmp_path / "s", *arms, "report.baseline=fi").out.splitlines()
     assert first == "note         report.baseline is 'fi', and 2 arms of these points are: unified; decode_first"
-    assert "report.baseline" not in sweep(capsys, tmp_path / "s", "report.baseline=fi").out, "an arm alone has no name"
+    assert "report.baseline" not in sweep(say, tmp_path / "s", "report.baseline=fi").out, "an arm alone has no name"
 
 
 def test_a_class_file_that_breaks_sets_no_finished_point_aside(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "breaking_order.py"
     file.write_text("from testbed.policies.queue_order import FCFS\nclass Order(FCFS): pass\n")
     own = "scheduler.queue_order={_target_: breaking_order.Order}"
-    assert sweep(capsys, tmp_path / "s", own, "seed=0,1").status == 0
+    sweep(say, tmp_path / "s", own, "seed=0,1").success()
     before = stamps(tmp_path / "s")
     file.write_text("class Order(\n")
     monkeypatch.delitem(sys.modules, "breaking_order")
-    said = sweep(capsys, tmp_path / "s", own, "seed=0,1")
+    said = sweep(say, tmp_path / "s", own, "seed=0,1")
     assert "breaking_order.Order cannot be imported (SyntaxError" in said.err
     assert stamps(tmp_path / "s") == before
 
 
-def test_a_study_by_an_overlay_goes_to_a_sweeps_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", "experiment=watermark", f"hydra.run.dir={tmp_path / 'run'}")
+def test_a_study_by_an_overlay_goes_to_a_sweeps_folder(tmp_path: Path, say: Say) -> None:
+    said = say("run", "experiment=watermark", f"hydra.run.dir={tmp_path / 'run'}")
     assert "name its folder with hydra.sweep.dir" in said.error()

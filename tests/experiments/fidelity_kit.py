@@ -12,7 +12,6 @@ from experiments.cli import main
 from experiments.configuration.compose import compose_from
 from experiments.wiring.traces import build_trace
 from testbed.traces.serialize import write_jsonl
-from tests.experiments.kit import say
 
 TRACE = {"name": "synthetic", "num_requests": 60, "rate": 10, "seed": 5,
          "prompt": {"kind": "uniform", "min_tokens": 50, "max_tokens": 600},
@@ -36,8 +35,14 @@ def result(folder: Path) -> dict:
     return json.loads((folder / "fidelity.json").read_text())
 
 
-def error_line(capsys, *arguments: object) -> str:
-    return say(capsys, "fidelity", *map(str, arguments)).error()
+def compared(tmp_path: Path, *arguments: object) -> dict:
+    """What the command finds; its outputs are in `out`."""
+    assert fidelity(*arguments, "--out", tmp_path / "out") == 0
+    return result(tmp_path / "out")
+
+
+def error_line(say, *arguments: object) -> str:
+    return say("fidelity", *map(str, arguments)).error()
 
 
 def copied(run: Run, folder: Path) -> Path:

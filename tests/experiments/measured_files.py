@@ -126,6 +126,11 @@ def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
     return folder / file
 
 
+def study_file(folder: Path, runs: list[dict[str, Any]]) -> Path:
+    (file := folder / "study.json").write_text(json.dumps(runs))
+    return file
+
+
 def study(runs: int = 1) -> list[dict[str, Any]]:
     """A study of short runs of a small model."""
     means = {"e2e_mean": 60.0, "ttft_mean": 12.0, "itl_mean": 3.2, "e2e_p90": 70.0}

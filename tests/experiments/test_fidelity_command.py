@@ -29,13 +29,15 @@ from tests.experiments.fidelity_kit import (
     GIVEN_NS,
     PLANTED_NS,
     TRACE,
+    compared,
     copied,
     error_line,
     fidelity,
     ran,
     result,
-)
-from tests.experiments.measured_files import rows_of, study, write
+)  # fmt: skip
+from tests.experiments.kit import write_rows
+from tests.experiments.measured_files import rows_of, study, study_file, write
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +67,18 @@ def test_what_the_simulator_measured_itself_has_no_error(base, tmp_path, capsys)
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_closed_loops_and_aborted_requests_are_replayed_as_they_came(tmp_path):
-    trace = {**TRACE, "num_requests": 40, "max_turns": 3}
-    run = ran(tmp_path / "turns", trace=trace)
-    assert fidelity(run.path, "--out", tmp_path / "out") == 0
-    assert {row["error"] for row in result(tmp_path / "out")["loads"][0]["errors"]} == {0.0}
+def test_closed_loops_are_replayed_as_they_came_and_again_from_the_measured_copy(tmp_path):
+    """Whose trace was rewritten."""
+    trace = {**TRACE, "num_requests": 40, "min_turns": 2, "max_turns": 3, "think_time_s": 0.05}
+    (load,) = compared(tmp_path, ran(tmp_path / "turns", trace=trace).path)["loads"]
+    assert {row["error"] for row in load["errors"]} == {0.0}
+    assert fidelity(tmp_path / "out" / "runs" / "turns" / "measured") == 0
 
 
 @pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize("given", ["report.warmup_s=2", "report={warmup_s: 2}"])
 def test_a_warm_up_is_left_out_of_the_measured_run_too(base, tmp_path, given):
-    assert fidelity(base.path, given, "--out", tmp_path / "out") == 0
-    (load,) = result(tmp_path / "out")["loads"]
+    (load,) = compared(tmp_path, base.path, given)["loads"]
     assert {row["error"] for row in load["errors"]} == {0.0}
     late = base.requests[base.requests.arrival_ns >= base.requests.arrival_ns.min() + 2 * 10**9]
     assert 0 < len(late) < 60
@@ -87,8 +89,7 @@ def test_a_warm_up_is_left_out_of_the_measured_run_too(base, tmp_path, given):
 
 @pytest.mark.usefixtures("unrendered")
 def test_a_warm_up_that_leaves_no_request_is_said(base, tmp_path):
-    assert fidelity(base.path, "report.warmup_s=900", "--out", tmp_path / "out") == 0
-    (load,) = result(tmp_path / "out")["loads"]
+    (load,) = compared(tmp_path, base.path, "report.warmup_s=900")["loads"]
     left = "report.warmup_s=900 leaves out all 60 requests, so there are no numbers: lower it, or take a longer trace"
     assert left in load["notes"]
 
@@ -97,8 +98,7 @@ def test_a_warm_up_that_leaves_no_request_is_said(base, tmp_path):
 def test_requests_that_did_not_end_well_are_left_out_and_counted(base, tmp_path):
     folder = copied(base, tmp_path / "cut")
     change_columns(folder / "requests.parquet", finish_reason=["abort", "ignored", *base.requests.finish_reason[2:]])
-    assert fidelity(folder, "--out", tmp_path / "out") == 0
-    (load,) = result(tmp_path / "out")["loads"]
+    (load,) = compared(tmp_path, folder)["loads"]
     assert load["num_requests"] == 58
     assert load["notes"][1:] == ["2 of 60 requests did not end well and were left out"]
 
@@ -119,8 +119,7 @@ def test_repeats_say_how_much_the_engine_varies_and_policies_are_ranked(base, tm
     slower_ttft(repeat.path, 1.25)
     copied(base, runs / "first")
     ran(runs / "late", scheduler="vllm_v0")
-    assert fidelity(runs / "first", runs / "again", runs / "late", "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
+    found = compared(tmp_path, runs / "first", runs / "again", runs / "late")
     assert [load["name"] for load in found["loads"]] == ["first", "late"]
     assert found["loads"][0]["repeats"] == ["again"]
     assert found["loads"][0]["noise"]["ttft_s.mean"] == pytest.approx(0.25, abs=0.01)
@@ -151,8 +150,8 @@ def test_a_run_counts_once_and_a_simulated_one_repeats_no_measured_one(base, tmp
     real = copied(base, tmp_path / "both" / "real")
     change_manifest(real, backend="real")
     copied(base, tmp_path / "both" / "sim")
-    assert fidelity(tmp_path / "both", real, real, "cost=roofline", "--out", tmp_path / "out") == 0
-    loads = {load["name"]: load for load in result(tmp_path / "out")["loads"]}
+    found = compared(tmp_path, tmp_path / "both", real, real, "cost=roofline")
+    loads = {load["name"]: load for load in found["loads"]}
     assert set(loads) == {"both-real", "both-sim"}
     assert not any(load["repeats"] or load["noise"] for load in loads.values())
     assert "was simulated itself" in loads["both-sim"]["notes"][0]
@@ -164,18 +163,17 @@ def test_pools_that_a_sweep_varies_are_policies_and_no_repeats(tmp_path):
     words = ["cache.num_gpu_blocks=100,400", "trace.num_requests=10", "cost=constant"]
     assert main(["run", "-m", *words, f"hydra.sweep.dir={tmp_path / 'pools'}"]) == 0
     shutil.copytree(next((tmp_path / "pools").glob("*-*")), tmp_path / "num gpu blocks 100")
-    assert fidelity(tmp_path / "pools", "--out", tmp_path / "out") == 0
-    loads = result(tmp_path / "out")["loads"]
+    loads = compared(tmp_path, tmp_path / "pools")["loads"]
     assert [load["name"] for load in loads] == ["num gpu blocks 100", "num gpu blocks 400"]
     assert not any(load["repeats"] for load in loads)
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_overwriting_removes_no_fitted_run_that_is_compared(base, tmp_path, capsys):
+def test_overwriting_removes_no_fitted_run_that_is_compared(base, tmp_path, say):
     out = tmp_path / "out"
     assert fidelity(base.path, "--fit", "kernels", "--out", out) == 0
     run = next((out / "fitted").glob("*/fitted"))
-    assert "which --overwrite renews" in error_line(capsys, run, "--out", out, "--overwrite")
+    assert "which --overwrite renews" in error_line(say, run, "--out", out, "--overwrite")
     assert (run / "done").exists()
 
 
@@ -184,8 +182,7 @@ def test_points_of_a_sweep_are_called_by_what_it_varies(tmp_path, capsys):
     folder = tmp_path / "sweep"
     words = ["scheduler.watermark=0,0.1", "scheduler.queue_order=fcfs,sjf", "trace.num_requests=20", "cost=constant"]
     assert main(["run", "-m", *words, "cache.num_gpu_blocks=400", f"hydra.sweep.dir={folder}"]) == 0
-    assert fidelity(folder, "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
+    found = compared(tmp_path, folder)
     said = {load["name"] for load in found["loads"]}
     assert said == {f"queue order {order}, watermark {mark}" for order in ("fcfs", "sjf") for mark in ("0", "0.1")}
     points = {f"sweep-{path.parent.name}" for path in folder.glob("*/manifest.json")}
@@ -196,43 +193,42 @@ def test_points_of_a_sweep_are_called_by_what_it_varies(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_what_cannot_be_fitted_is_refused(base, tmp_path, capsys):
-    assert "did you mean 'host'" in error_line(capsys, base.path, "--fit", "hots")
-    assert "name each of host, kernels, link, frontend once" in error_line(capsys, base.path, "--fit", "host,host")
-    assert "at most 2" in error_line(capsys, base.path, "--fit", "host,link,kernels")
-    assert "--fit has 'cost'" in error_line(capsys, base.path, "--fit", "host,link,cost")
-    assert "ran on one device, which has no collectives" in error_line(capsys, base.path, "--fit", "link")
-    said = error_line(capsys, base.path, "--fit", "host", "cost=constant")
+def test_what_cannot_be_fitted_is_refused(base, tmp_path, say):
+    assert "did you mean 'host'" in error_line(say, base.path, "--fit", "hots")
+    assert "name each of host, kernels, link, frontend once" in error_line(say, base.path, "--fit", "host,host")
+    assert "at most 2" in error_line(say, base.path, "--fit", "host,link,kernels")
+    assert "--fit has 'cost'" in error_line(say, base.path, "--fit", "host,link,cost")
+    assert "ran on one device, which has no collectives" in error_line(say, base.path, "--fit", "link")
+    said = error_line(say, base.path, "--fit", "host", "cost=constant")
     assert "cost=constant does not depend on it" in said
     short = ran(tmp_path / "short", trace={**TRACE, "num_requests": 4})
-    assert "it takes 8, as half of them are kept" in error_line(capsys, short.path, "--fit", "host")
-    assert "--beside goes with a study" in error_line(capsys, base.path, "--beside", "cost=constant")
+    assert "it takes 8, as half of them are kept" in error_line(say, short.path, "--fit", "host")
+    assert "--beside goes with a study" in error_line(say, base.path, "--beside", "cost=constant")
 
 
 # --- the command line ---
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_the_command_line_is_checked(base, tmp_path, capsys):
-    assert "at least one measured run" in error_line(capsys)
-    assert "does not exist; expected a measured run" in error_line(capsys, tmp_path / "none")
-    assert "no complete run folder" in error_line(capsys, tmp_path)
+def test_the_command_line_is_checked(base, tmp_path, say):
+    assert "at least one measured run" in error_line(say)
+    assert "does not exist; expected a measured run" in error_line(say, tmp_path / "none")
+    assert "no complete run folder" in error_line(say, tmp_path)
     (tmp_path / "out").mkdir()
-    assert "choose another --out or pass --overwrite" in error_line(capsys, base.path, "--out", tmp_path / "out")
-    assert "which is compared; choose a folder beside" in error_line(capsys, base.path, "--out", base.path / "out")
+    assert "choose another --out or pass --overwrite" in error_line(say, base.path, "--out", tmp_path / "out")
+    assert "which is compared; choose a folder beside" in error_line(say, base.path, "--out", base.path / "out")
     table = base.path / "requests.parquet"
-    assert f"give the run's folder: {base.path}" in error_line(capsys, table)
-    assert "--fit has ''" in error_line(capsys, base.path, "--fit", "")
+    assert f"give the run's folder: {base.path}" in error_line(say, table)
+    assert "--fit has ''" in error_line(say, base.path, "--fit", "")
     assert fidelity(base.path, "--out", tmp_path / "out", "--overwrite") == 0
     assert fidelity(base.path, "--out", tmp_path / "out", "--overwrite") == 0
-    assert "the measured run is the trace" in error_line(capsys, base.path, "trace=azure")
-    assert "the simulator runs it" in error_line(capsys, base.path, "backend=real")
-    assert "did you mean 'request-log'" in error_line(capsys, base.path, "--format", "request-logs")
-    assert "nothing" in error_line(capsys, base.path, "nothing.here=1")
+    assert "the measured run is the trace" in error_line(say, base.path, "trace=azure")
+    assert "the simulator runs it" in error_line(say, base.path, "backend=real")
+    assert "did you mean 'request-log'" in error_line(say, base.path, "--format", "request-logs")
+    assert "nothing" in error_line(say, base.path, "nothing.here=1")
     file = write(tmp_path, "request-log", rows_of(base))
-    assert "--format run-folder is of folders" in error_line(capsys, file, "--format", "run-folder")
-    (tmp_path / "study.json").write_text(json.dumps(study()))
-    assert "compare it by itself" in error_line(capsys, tmp_path / "study.json", file, *FILE)
+    assert "--format run-folder is of folders" in error_line(say, file, "--format", "run-folder")
+    assert "compare it by itself" in error_line(say, study_file(tmp_path, study()), file, *FILE)
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -326,7 +322,7 @@ def test_outputs_are_as_long_as_the_engine_made_them(base, tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_overwriting_removes_the_runs_of_before_and_no_others(base, tmp_path, capsys):
+def test_overwriting_removes_the_runs_of_before_and_no_others(base, tmp_path, say):
     file, out = write(tmp_path, "vllm-bench", rows_of(base)), tmp_path / "out"
     runs = out / "runs"
     assert fidelity(file, *FILE, "--out", out) == 0
@@ -339,10 +335,9 @@ def test_overwriting_removes_the_runs_of_before_and_no_others(base, tmp_path, ca
     assert left == {"later/measured", "later/simulated", "other/simulated"}
     assert (runs / "bench" / "notes.txt").exists()
     assert load_run(runs / "mine").summary
-    said = error_line(capsys, runs / "later" / "measured", "--out", out, "--overwrite")
+    said = error_line(say, runs / "later" / "measured", "--out", out, "--overwrite")
     assert "which --overwrite renews; choose another --out" in said
-    (tmp_path / "study.json").write_text(json.dumps(study()))
-    assert fidelity(tmp_path / "study.json", "--out", out, "--overwrite") == 0
+    assert fidelity(study_file(tmp_path, study()), "--out", out, "--overwrite") == 0
     assert not (runs / "later").exists()
 
 
@@ -361,80 +356,64 @@ def test_a_command_that_is_interrupted_leaves_nothing_of_its_own(base, tmp_path,
     assert [path.name for path in out.rglob("*")] == ["runs", "run", "notes.txt"]
 
 
-def test_a_trace_that_has_changed_since_the_run_is_refused(tmp_path, capsys):
-    file = tmp_path / "trace.jsonl"
+def test_a_trace_that_has_changed_since_the_run_is_refused(tmp_path, say):
     rows = [{"arrival_time": n / 10, "prompt_tokens": 20, "output_tokens": 4} for n in range(20)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "trace.jsonl", rows)
     run = ran(tmp_path / "run", trace={"name": "jsonl", "path": str(file)})
     assert fidelity(run.path, "--out", tmp_path / "out") == 0
     copy = tmp_path / "out" / "runs" / "run" / "measured"
     assert fidelity(copy) == 0
     file.write_text(file.read_text().replace('"prompt_tokens": 20', '"prompt_tokens": 200'))
     for folder in (run.path, copy):
-        said = error_line(capsys, folder)
+        said = error_line(say, folder)
         assert f"{folder}: {file} no longer gives the trace of the run (fingerprint " in said
     file.unlink()
     gone = f"{run.path} cannot be run again: {file}: does not exist; expected the path of a trace file"
-    assert gone in error_line(capsys, run.path)
-    assert main(["run", f"from={run.path}", f"hydra.run.dir={tmp_path / 'again'}"]) == 1
-    assert gone in capsys.readouterr().err
-    assert main(["run", f"from={run.path}", f"hydra.run.dir={tmp_path / 'again'}", "trace.path=nowhere"]) == 1
-    assert "error: nowhere: does not exist" in capsys.readouterr().err, "it is not the run's"
+    assert gone in error_line(say, run.path)
+    again = ("run", f"from={run.path}", f"hydra.run.dir={tmp_path / 'again'}")
+    assert gone in say(*again).error()
+    assert say(*again, "trace.path=nowhere").error().startswith("nowhere: does not exist"), "it is not the run's"
 
 
-def test_while_one_command_writes_its_outputs_another_is_refused(base, tmp_path, capsys):
+def test_while_one_command_writes_its_outputs_another_is_refused(base, tmp_path, say):
     out = tmp_path / "new" / "out"
     with renewed(out, overwrite=False):
         (tmp_path / "link").symlink_to(out)
         for spelled in (out, tmp_path / "new" / "x" / ".." / "out", tmp_path / "link"):
-            said = error_line(capsys, base.path, "--out", spelled, "--overwrite")
+            said = error_line(say, base.path, "--out", spelled, "--overwrite")
             assert f"another process is writing to {out}; wait for its end, or choose another --out" in said
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_a_link_to_itself_is_one_line(base, tmp_path, capsys):
+def test_a_link_to_itself_is_one_line(base, tmp_path, say):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for out in (tmp_path / "loop", tmp_path / "loop" / "out"):
         for more in ((), ("--overwrite",)):
-            said = error_line(capsys, base.path, "--out", out, *more)
+            said = error_line(say, base.path, "--out", out, *more)
             assert f"{out}: Too many levels of symbolic links; choose another folder" in said
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_an_empty_folder_that_was_there_stays(base, tmp_path, capsys):
+def test_an_empty_folder_that_was_there_stays(base, tmp_path, say):
     (out := tmp_path / "out").mkdir()
-    assert "scheduler.nope" in error_line(capsys, base.path, "scheduler.nope=3", "--out", out, "--overwrite")
-    assert "scheduler.nope" in error_line(capsys, base.path, "scheduler.nope=3", "--out", tmp_path / "new" / "out")
+    assert "scheduler.nope" in error_line(say, base.path, "scheduler.nope=3", "--out", out, "--overwrite")
+    assert "scheduler.nope" in error_line(say, base.path, "scheduler.nope=3", "--out", tmp_path / "new" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "and no other is left"
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_a_measured_copy_is_compared_again_though_its_trace_was_rewritten(tmp_path):
-    trace = {**TRACE, "num_requests": 40, "min_turns": 2, "max_turns": 3, "think_time_s": 0.05}
-    run = ran(tmp_path / "turns", trace=trace)
-    assert fidelity(run.path, "--out", tmp_path / "out") == 0
-    assert fidelity(tmp_path / "out" / "runs" / "turns" / "measured") == 0
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_a_command_that_fails_leaves_the_result_of_before(base, tmp_path, capsys):
+def test_a_command_that_fails_leaves_the_result_of_before(base, tmp_path, say):
     out = tmp_path / "out"
     assert fidelity(base.path, "--out", out) == 0
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    assert "scheduler.nope" in error_line(capsys, base.path, "scheduler.nope=3", "--out", out, "--overwrite")
+    assert "scheduler.nope" in error_line(say, base.path, "scheduler.nope=3", "--out", out, "--overwrite")
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_policies_that_the_engine_does_not_tell_apart_have_neither_tau_nor_the_same_best():
-    row = {
-        "metric": "ttft_s.mean",
-        "num_policies": 2,
-        "kendall_tau": 1.0,
-        "sim_winner": "a",
-        "real_winner": "a",
-        "same_winner": True,
-    }
+    row = {"metric": "ttft_s.mean", "num_policies": 2, "kendall_tau": 1.0, "sim_winner": "a", "real_winner": "a",
+           "same_winner": True}  # fmt: skip
     told = row | {"num_told_apart": 1, "num_same_order": 1, "winner_is_clear": True}
     ranking = pd.DataFrame([told, row | {"num_told_apart": 0, "num_same_order": 0, "winner_is_clear": False}])
     lines = comparison_lines(Comparison((), ((["a", "b"], ranking, []),), None))[-1].splitlines()[-2:]

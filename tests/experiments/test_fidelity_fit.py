@@ -11,11 +11,26 @@ import pytest
 from analysis.load import load_run
 from experiments import simulate
 from experiments.fidelity import comparing, fitting
+from testbed.traces.arrange import arrange
 from testbed.traces.readers.own import read_jsonl
 from tests.analysis.runs import change_columns
-from tests.experiments.fidelity_kit import ENGINE, FEW, GIVEN_NS, PLANTED_NS, TRACE, copied, fidelity, ran, result
+from tests.experiments.fidelity_kit import (
+    ENGINE,
+    FEW,
+    GIVEN_NS,
+    PLANTED_NS,
+    TRACE,
+    compared,
+    copied,
+    fidelity,
+    ran,
+    result,
+)
+
+pytestmark = pytest.mark.usefixtures("unrendered")  # words and numbers alone are looked at
 
 HOST = "device.step_overhead_ns"
+CALIBRATED = ENGINE | {"model": {"name": "qwen3_8b"}, "scheduler": {"name": "vllm_v1", "max_model_len": 4096}}
 
 
 def fitted(folder: Path, *arguments: object) -> dict:
@@ -24,7 +39,6 @@ def fitted(folder: Path, *arguments: object) -> dict:
     return result(out)
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_a_planted_overhead_is_recovered_and_the_second_half_judges_it(tmp_path):
     found = fitted(ran(tmp_path / "planted", PLANTED_NS, trace=FEW).path)
     assert found["fit"]["given"] == {HOST: GIVEN_NS}
@@ -36,26 +50,21 @@ def test_a_planted_overhead_is_recovered_and_the_second_half_judges_it(tmp_path)
             assert abs(after["error"]) < 0.002
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_the_second_half_has_no_part_in_the_fit(tmp_path):
     """Other arrivals, lengths and latencies there: the fitted scalar is the very same number."""
     one = ran(tmp_path / "one", PLANTED_NS, trace=FEW)
     rows = list(read_jsonl(copied(one, tmp_path / "kept") / "trace.jsonl").rows)
     half = len(rows) // 2
     changed = [
-        row if i < half else row._replace(arrival_ns=row.arrival_ns * 2, prompt=rows[0].prompt, output=rows[1].output)
-        for i, row in enumerate(rows)
+        row._replace(arrival_ns=row.arrival_ns * 2, prompt=rows[0].prompt, output=rows[1].output) for row in rows[half:]
     ]
-    from testbed.traces.arrange import arrange
-
-    other = ran(tmp_path / "other", PLANTED_NS, trace=arrange("changed", changed))
+    other = ran(tmp_path / "other", PLANTED_NS, trace=arrange("changed", rows[:half] + changed))
     slower_ttft_of_second_half(other.path, {row.request_id for row in rows[half:]})
     fits = [fitted(folder)["fit"] for folder in (one.path, other.path)]
     assert fits[0]["fitted"] == fits[1]["fitted"]
     assert list(fits[0]["num_scored"].values()) == list(fits[1]["num_scored"].values())
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_in_an_overload_what_was_measured_in_the_second_half_has_no_part_either(tmp_path, capsys):
     trace = {**FEW, "rate": 400}
     runs = [ran(tmp_path / name, PLANTED_NS, trace=trace).path for name in ("one", "other")]
@@ -75,31 +84,29 @@ def slower_ttft_of_second_half(folder: Path, ids: set[str]) -> None:
     )
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_a_planted_factor_is_recovered_over_pcie_too(tmp_path, capsys):
     trace = {**TRACE, "num_requests": 12, "output": {"kind": "uniform", "min_tokens": 2, "max_tokens": 6}}
     device = {"name": "l40s", "tensor_parallel_size": 2, "interconnect_factor": 2.5}
     run = simulate(trace, folder=tmp_path / "pcie", device=device, **ENGINE)
-    assert fidelity(run.path, "device.interconnect_factor=1", "--fit", "link", "--out", tmp_path / "out") == 0
-    assert result(tmp_path / "out")["fit"]["given"] == {"device.interconnect_factor": 1.0}
-    assert result(tmp_path / "out")["fit"]["fitted"]["device.interconnect_factor"] == pytest.approx(2.5, rel=0.02)
+    found = compared(tmp_path, run.path, "device.interconnect_factor=1", "--fit", "link")["fit"]
+    assert found["given"] == {"device.interconnect_factor": 1.0}
+    assert found["fitted"]["device.interconnect_factor"] == pytest.approx(2.5, rel=0.02)
     assert "| device.interconnect_factor |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("planted", [{"host_factor": 0.6}, {"host_factor": 2.0, "device_factor": 0.8}])
-@pytest.mark.usefixtures("unrendered")
 def test_a_calibrated_fit_is_taken_to_the_machine_of_the_run(tmp_path, planted):
     cost = {"name": "calibrated", **planted}
-    engine = ENGINE | {"model": {"name": "qwen3_8b"}, "scheduler": {"name": "vllm_v1", "max_model_len": 4096}}
     runs = [
-        simulate({**FEW, "rate": rate}, folder=tmp_path / str(rate), cost=cost, device={"name": "h100"}, **engine).path
+        simulate(
+            {**FEW, "rate": rate}, folder=tmp_path / str(rate), cost=cost, device={"name": "h100"}, **CALIBRATED
+        ).path
         for rate in (4, 60)
     ]
     names = {"host_factor": "host", "device_factor": "kernels"}
     given = [f"cost.{key}=1" for key in planted]
     asked = ",".join(names[key] for key in planted)
-    assert fidelity(*runs, *given, "--fit", asked, "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
+    found = compared(tmp_path, *runs, *given, "--fit", asked)
     assert found["fit"]["fitted"] == {f"cost.{key}": pytest.approx(value, rel=0.03) for key, value in planted.items()}
     for load in found["loads"]:
         errors = {row["metric"]: row["error"] for row in load["second_half"]["fitted"]}
@@ -120,11 +127,9 @@ def test_a_fit_that_is_worse_where_it_has_not_looked_says_so():
     assert note.endswith("that it has not seen: TPOT mean")
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_a_planted_front_end_is_recovered_by_ttft(tmp_path, capsys):
     planted = simulate(FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, **ENGINE)
-    assert fidelity(planted.path, "backend.frontend_ns=0", "--fit", "frontend", "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
+    found = compared(tmp_path, planted.path, "backend.frontend_ns=0", "--fit", "frontend")
     assert found["fit"]["fitted"]["backend.frontend_ns"] == pytest.approx(9e6, rel=0.02)
     (after,) = [row for row in found["loads"][0]["second_half"]["fitted"] if row["metric"] == "ttft_s.mean"]
     assert abs(after["error"]) < 0.01
@@ -132,62 +137,50 @@ def test_a_planted_front_end_is_recovered_by_ttft(tmp_path, capsys):
     assert "Squared log errors of mean TPOT, E2E and TTFT" in said
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_a_front_end_is_found_beside_kernels_from_nothing(tmp_path, capsys):
     planted = simulate(
         FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, device={"name": "h100", "kernel_factor": 1.2},
         **ENGINE,
     )  # fmt: skip
     given = ["backend.frontend_ns=0", "device.kernel_factor=1"]
-    assert fidelity(planted.path, *given, "--fit", "kernels,frontend", "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")["fit"]
+    found = compared(tmp_path, planted.path, *given, "--fit", "kernels,frontend")["fit"]
     assert found["fitted"]["device.kernel_factor"] == pytest.approx(1.2, rel=0.02)
     assert found["fitted"]["backend.frontend_ns"] == pytest.approx(9e6, rel=0.1)
     assert "edge" not in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_a_search_that_ends_before_it_came_to_rest_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fitting, "MAX_TRIED", 7)
     run = simulate(FEW, folder=tmp_path / "far", backend={"frontend_ns": 9_000_000}, **ENGINE)
-    assert fidelity(run.path, "backend.frontend_ns=0", "--fit", "kernels,frontend", "--out", tmp_path / "out") == 0
-    said = (
-        "the search for device.kernel_factor and backend.frontend_ns ended after 7 simulations, before it came to rest"
-    )
+    found = compared(tmp_path, run.path, "backend.frontend_ns=0", "--fit", "kernels,frontend")["fit"]
+    of = "device.kernel_factor and backend.frontend_ns"
+    said = f"the search for {of} ended after 7 simulations, before it came to rest"
     assert said in capsys.readouterr().out
-    assert any(note.startswith(said) for note in result(tmp_path / "out")["fit"]["notes"])
+    assert any(note.startswith(said) for note in found["notes"])
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_a_front_end_of_nothing_is_no_fault(tmp_path, capsys):
     run = simulate(FEW, folder=tmp_path / "near", **ENGINE)
-    assert fidelity(run.path, "--fit", "frontend", "--out", tmp_path / "out") == 0
-    assert result(tmp_path / "out")["fit"]["losses"][1] < 1e-6
+    assert compared(tmp_path, run.path, "--fit", "frontend")["fit"]["losses"][1] < 1e-6
     assert "edge" not in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("unrendered")
 @pytest.mark.slow
 def test_link_is_fitted_beside_host(tmp_path):
-    output = {"kind": "uniform", "min_tokens": 5, "max_tokens": 20}
-    settings = {"model": "llama3.1_8b", "trace": {**TRACE, "num_requests": 10, "output": output}}
+    trace = {**TRACE, "num_requests": 10, "output": {"kind": "uniform", "min_tokens": 5, "max_tokens": 20}}
     device = {"name": "h100", "tensor_parallel_size": 4, "step_overhead_ns": PLANTED_NS, "interconnect_factor": 3,
               "interconnect_efficiency": 1.0, "gemm_floor_ns": 2000}  # fmt: skip
-    trace = settings.pop("trace")
-    run = simulate(trace, folder=tmp_path / "two", device=device, **{**ENGINE, **settings})
+    run = simulate(trace, folder=tmp_path / "two", device=device, **{**ENGINE, "model": "llama3.1_8b"})
     given = [f"device.step_overhead_ns={GIVEN_NS}", "device.interconnect_factor=1"]
-    assert fidelity(run.path, *given, "--fit", "host,link", "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
+    found = compared(tmp_path, run.path, *given, "--fit", "host,link")
     assert found["fit"]["losses"][1] < 1e-3 * found["fit"]["losses"][0]
     for row in found["loads"][0]["second_half"]["fitted"]:
         if row["metric"] in ("tpot_s.mean", "e2e_s.mean"):
             assert abs(row["error"]) < 0.02  # on one small load each stands in for the other; as given it is 0.2
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_what_was_used_names_the_fit_and_its_factors(tmp_path):
-    engine = ENGINE | {"model": {"name": "qwen3_8b"}, "scheduler": {"name": "vllm_v1", "max_model_len": 4096}}
-    run = simulate(FEW, folder=tmp_path / "run", cost={"name": "calibrated"}, device={"name": "h200"}, **engine)
+    run = simulate(FEW, folder=tmp_path / "run", cost={"name": "calibrated"}, device={"name": "h200"}, **CALIBRATED)
     assert run.manifest["cost_error"]["median"] > 0
     out = tmp_path / "out"
     assert fidelity(run.path, "cost.host_factor=2", "--fit", "kernels", "--out", out) == 0

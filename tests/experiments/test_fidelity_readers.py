@@ -12,9 +12,8 @@ from analysis.load import Run
 from experiments.cli import main
 from experiments.fidelity.formats import read_files, recognise
 from tests.analysis.runs import change_manifest
-from tests.experiments.fidelity_kit import copied
+from tests.experiments.fidelity_kit import FILE, compared, copied, error_line, fidelity, ran
 from tests.experiments.measured_files import WRITERS, rows_of, write
-from tests.experiments.test_fidelity_command import FILE, error_line, fidelity, ran, result
 
 Rows = list[dict[str, Any]]
 
@@ -35,8 +34,7 @@ def test_each_format_is_recognised_and_read_to_the_microsecond(rows, tmp_path, n
     """The run was simulated under the very configuration that it is now simulated under again."""
     file = write(tmp_path, name, rows)
     assert recognise(file.read_text()) == name.removesuffix("-jsonl")
-    assert fidelity(file, *FILE, "--out", tmp_path / "out") == 0
-    (load,) = result(tmp_path / "out")["loads"]
+    (load,) = compared(tmp_path, file, *FILE)["loads"]
     assert load["num_requests"] == len(rows)
     errors = {row["metric"]: row["error"] for row in load["errors"]}
     has_gaps = name not in ("guidellm", "llmservingsim-bench", "request-log")
@@ -58,11 +56,11 @@ def change(rows: Rows, **values: Any) -> Rows:
     [({"ttft_s": -0.5}, "latency of 0 or more"), ({"output": 0}, "output"), ({"prompt": 0}, "input|prompt"),
      ({"ttft_s": 9.0}, "end-to-end latency")],
 )  # fmt: skip
-def test_rows_that_cannot_be_are_refused_with_their_place(rows, tmp_path, capsys, name, values, said):
+def test_rows_that_cannot_be_are_refused_with_their_place(rows, tmp_path, say, name, values, said):
     if name == "llmservingsim-bench" and values == {"output": 0}:
         pytest.skip("a request without output counts as failed there")
     file = write(tmp_path, name, change(rows, **values))
-    message = error_line(capsys, file, *FILE)
+    message = error_line(say, file, *FILE)
     assert str(file) in message
     assert any(word in message for word in said.split("|"))
     assert any(place in message for place in (":3", ":4", "request 3")), message
@@ -76,26 +74,26 @@ def bench(rows: Rows, tmp_path: Path, **fields: Any) -> Path:
     return file
 
 
-def test_vllm_results_that_cannot_be_rebuilt_say_how_to_measure(rows, tmp_path, capsys):
-    assert "'start_times' is absent" in error_line(capsys, bench(rows, tmp_path, start_times=None), *FILE)
+def test_vllm_results_that_cannot_be_rebuilt_say_how_to_measure(rows, tmp_path, say):
+    assert "'start_times' is absent" in error_line(say, bench(rows, tmp_path, start_times=None), *FILE)
     plain = bench(rows, tmp_path, ttfts=None, itls=None, input_lens=None, start_times=None)
-    assert "run vllm bench serve with --save-detailed" in error_line(capsys, plain, *FILE)
+    assert "run vllm bench serve with --save-detailed" in error_line(say, plain, *FILE)
     short = bench(rows, tmp_path, ttfts=[0.1])
-    assert f"field 'ttfts' has 1 entries; expected {len(rows)}" in error_line(capsys, short, *FILE)
+    assert f"field 'ttfts' has 1 entries; expected {len(rows)}" in error_line(say, short, *FILE)
     negative = bench(rows, tmp_path, ttfts=[-1.0] * len(rows))
-    assert "request 0: field 'ttfts' is -1.0" in error_line(capsys, negative, *FILE)
+    assert "request 0: field 'ttfts' is -1.0" in error_line(say, negative, *FILE)
     empty = bench(rows, tmp_path, output_lens=[0] * len(rows))
-    assert "request 0: field 'output_lens' is 0" in error_line(capsys, empty, *FILE)
+    assert "request 0: field 'output_lens' is 0" in error_line(say, empty, *FILE)
 
 
-def test_failed_requests_are_left_out_and_counted(rows, tmp_path, capsys):
+def test_failed_requests_are_left_out_and_counted(rows, tmp_path, capsys, say):
     file = bench(rows, tmp_path, errors=["", "timed out", *[""] * (len(rows) - 2)], max_concurrency=8)
     assert fidelity(file, *FILE) == 0
     said = capsys.readouterr().out
     assert f"1 of {len(rows)} requests failed in the measured run and were left out" in said
     assert "by at most 8 at once" in said
     everything = bench(rows, tmp_path, errors=["x"] * len(rows))
-    assert f"all {len(rows)} failed" in error_line(capsys, everything, *FILE)
+    assert f"all {len(rows)} failed" in error_line(say, everything, *FILE)
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -105,55 +103,54 @@ def test_appended_results_are_loads_of_their_own_and_repeats_are_found(rows, tmp
     other = bench(rows[:30], tmp_path).read_text()
     file = tmp_path / "appended.json"
     file.write_text("\n".join([line, later, other]))
-    assert fidelity(file, *FILE, "--out", tmp_path / "out") == 0
-    loads = result(tmp_path / "out")["loads"]
+    loads = compared(tmp_path, file, *FILE)["loads"]
     assert [(load["name"], load["repeats"]) for load in loads] == [("appended-1", ["appended-2"]), ("appended-3", [])]
     assert loads[0]["noise"]["ttft_s.mean"] == pytest.approx(0.1, abs=1e-3)
 
 
-def test_what_the_file_does_not_say_must_be_given(rows, tmp_path, capsys):
+def test_what_the_file_does_not_say_must_be_given(rows, tmp_path, say):
     file = write(tmp_path, "guidellm", rows)
-    assert "the model is not said by the file" in error_line(capsys, file, "device=h100")
-    assert "the device is not said by the file" in error_line(capsys, file, "model=qwen3_0.6b")
-    assert "the model is not said by the file" in error_line(capsys, bench(rows, tmp_path, model_id=""), "device=h100")
+    assert "the model is not said by the file" in error_line(say, file, "device=h100")
+    assert "the device is not said by the file" in error_line(say, file, "model=qwen3_0.6b")
+    assert "the model is not said by the file" in error_line(say, bench(rows, tmp_path, model_id=""), "device=h100")
     unknown = bench(rows, tmp_path, model_id="acme/none")
-    assert "the model is 'acme/none'" in error_line(capsys, unknown, "device=h100")
+    assert "the model is 'acme/none'" in error_line(say, unknown, "device=h100")
 
 
-def test_files_that_are_no_measurement_say_so(rows, tmp_path, capsys):
+def test_files_that_are_no_measurement_say_so(rows, tmp_path, say):
     file = tmp_path / "file.json"
     for text, said in (
         ("hello", "not recognised; say with --format"), ("{}", "not recognised"), ("", "not recognised"),
         ("[1]", "field 'run' is 1; expected an object"), ("{", "not recognised"), ("[", "not JSON"),
     ):  # fmt: skip
         file.write_text(text)
-        assert said in error_line(capsys, file, *FILE), text
+        assert said in error_line(say, file, *FILE), text
     file.write_bytes(b"\xff\xfe\xff")
-    assert "UTF-8" in error_line(capsys, file, *FILE)
+    assert "UTF-8" in error_line(say, file, *FILE)
     file.write_text("{}")
-    assert "no values of single requests" in error_line(capsys, file, *FILE, "--format", "vllm-bench")
+    assert "no values of single requests" in error_line(say, file, *FILE, "--format", "vllm-bench")
     log = write(tmp_path, "request-log", rows)
     log.write_text(log.read_text().replace("ttft_s", "ttft"))
-    assert "did you mean 'ttft_s'" in error_line(capsys, log, *FILE)
+    assert "did you mean 'ttft_s'" in error_line(say, log, *FILE)
     late = write(tmp_path, "request-log", change(rows, e2e_s=0.001))
-    assert "s; expected at most the request's end-to-end latency, 0.001 s: " in error_line(capsys, late, *FILE)
+    assert "s; expected at most the request's end-to-end latency, 0.001 s: " in error_line(say, late, *FILE)
     doubled = write(tmp_path, "request-log", [*rows, rows[0]])
-    assert "expected an id not used before" in error_line(capsys, doubled, *FILE)
+    assert "expected an id not used before" in error_line(say, doubled, *FILE)
     times = write(tmp_path, "request-log-jsonl", change(rows, gaps_s=[-0.1]))
-    assert "token_times_s" in error_line(capsys, times, *FILE)
+    assert "token_times_s" in error_line(say, times, *FILE)
 
 
-def test_sampled_reports_of_guidellm_are_refused(rows, tmp_path, capsys):
+def test_sampled_reports_of_guidellm_are_refused(rows, tmp_path, say):
     file = write(tmp_path, "guidellm", rows)
     report = json.loads(file.read_text())
     report["benchmarks"][0]["run_stats"] = {"requests_made": {"successful": len(rows) + 5}}
     file.write_text(json.dumps(report))
-    assert f"holds {len(rows)} of {len(rows) + 5} requests" in error_line(capsys, file, *FILE)
+    assert f"holds {len(rows)} of {len(rows) + 5} requests" in error_line(say, file, *FILE)
 
 
-def test_two_files_of_one_name_are_refused(rows, tmp_path, capsys):
+def test_two_files_of_one_name_are_refused(rows, tmp_path, say):
     files = [write(tmp_path / name, "request-log", rows) for name in ("a", "b")]
-    assert "two measured files are called 'log'" in error_line(capsys, *files, *FILE)
+    assert "two measured files are called 'log'" in error_line(say, *files, *FILE)
 
 
 def test_the_usage_names_the_command(capsys):
@@ -161,7 +158,7 @@ def test_the_usage_names_the_command(capsys):
     assert "fidelity <measured> ..." in capsys.readouterr().out
 
 
-def test_a_field_may_be_as_long_as_many_tokens_make_it(rows, tmp_path, capsys):
+def test_a_field_may_be_as_long_as_many_tokens_make_it(rows, tmp_path, say):
     num = 20_000
     long = {**rows[2], "output": num, "gaps_s": [0.001] * (num - 1), "e2e_s": rows[2]["ttft_s"] + 0.001 * (num - 1)}
     few = [{**long, "arrival_s": 0.0}, rows[0], rows[1]]
@@ -176,7 +173,7 @@ def test_a_field_may_be_as_long_as_many_tokens_make_it(rows, tmp_path, capsys):
     log.write_text(header + f'a,0,5,{num},{long["ttft_s"]},{long["e2e_s"]},"{times}"\n')
     assert len(read_files([log], FILE).measured[0].requests[0].gaps_s or ()) == num - 1
     file.write_text(text.replace('"[', '"[\0', 1).replace("\n", "\r\r\n", 1))
-    assert "sim.csv" in error_line(capsys, file, *FILE)
+    assert "sim.csv" in error_line(say, file, *FILE)
 
 
 @pytest.mark.parametrize(
@@ -188,16 +185,16 @@ def test_a_field_may_be_as_long_as_many_tokens_make_it(rows, tmp_path, capsys):
         ([0.1, 0.2, 0.4], "is 0.4; expected its last instant within 0.001 s of e2e_s, 0.3"),
     ],
 )
-def test_instants_of_tokens_are_those_of_the_row(tmp_path, capsys, times, said):
+def test_instants_of_tokens_are_those_of_the_row(tmp_path, say, times, said):
     file = tmp_path / "log.jsonl"
     row = {"arrival_s": 0, "num_prompt_tokens": 5, "num_output_tokens": 3, "ttft_s": 0.1, "e2e_s": 0.3}
     file.write_text(json.dumps({**row, "token_times_s": [0.1, 0.2, 0.3005]}))
     assert len(read_files([file], FILE).measured[0].requests) == 1
     file.write_text(json.dumps({**row, "token_times_s": times}))
-    assert f"log.jsonl:1: field 'token_times_s' {said}" in error_line(capsys, file, *FILE)
+    assert f"log.jsonl:1: field 'token_times_s' {said}" in error_line(say, file, *FILE)
 
 
-def test_values_of_another_kind_are_refused_where_they_stand(rows, tmp_path, capsys):
+def test_values_of_another_kind_are_refused_where_they_stand(rows, tmp_path, say):
     log = write(tmp_path, "request-log-jsonl", rows[:3])
     lines = log.read_text().splitlines()
     for change, said in (
@@ -205,22 +202,22 @@ def test_values_of_another_kind_are_refused_where_they_stand(rows, tmp_path, cap
         ({"request_id": {"a": 1}}, "log.jsonl:3: field 'request_id' is {'a': 1}; expected a name"),
     ):
         log.write_text("\n".join([*lines[:2], json.dumps({**json.loads(lines[2]), **change})]))
-        assert said in error_line(capsys, log, *FILE)
+        assert said in error_line(say, log, *FILE)
     log.write_text("\n".join([*lines[:2], json.dumps({**json.loads(lines[2]), "failed": True})]))
     assert len(read_files([log], FILE).measured[0].requests) == 2
     report = write(tmp_path, "guidellm", rows)
     report.write_text(report.read_text().replace('"errored": [{}]', '"errored": 5'))
-    assert "benchmark 1: field 'requests.errored' is 5; expected a list" in error_line(capsys, report, *FILE)
+    assert "benchmark 1: field 'requests.errored' is 5; expected a list" in error_line(say, report, *FILE)
     records = write(tmp_path, "aiperf", rows)
     records.write_text(records.read_text().replace('"unit": "ms"', '"unit": ["ms"]', 1))
-    said = error_line(capsys, records, *FILE)
+    said = error_line(say, records, *FILE)
     assert "profile_export.jsonl:1: field 'metrics.time_to_first_token.unit' is ['ms']; expected one of ns" in said
 
 
-def test_times_of_0_have_nothing_to_fit(rows, tmp_path, capsys):
+def test_times_of_0_have_nothing_to_fit(rows, tmp_path, say):
     no_time = [{**row, "ttft_s": 0.0, "e2e_s": 0.0, "gaps_s": [0.0] * len(row["gaps_s"])} for row in rows]
     file = bench(no_time, tmp_path)
-    assert "bench has no TPOT and no E2E above 0" in error_line(capsys, file, *FILE, "--fit", "host")
+    assert "bench has no TPOT and no E2E above 0" in error_line(say, file, *FILE, "--fit", "host")
 
 
 def log_file(tmp_path: Path, **values: Any) -> Path:
@@ -231,18 +228,18 @@ def log_file(tmp_path: Path, **values: Any) -> Path:
     return file
 
 
-def test_a_stated_tpot_is_that_of_ttft_and_e2e_or_gives_e2e(tmp_path, capsys):
+def test_a_stated_tpot_is_that_of_ttft_and_e2e_or_gives_e2e(tmp_path, say):
     for wrong in (0.5, 0.0005):
-        said = error_line(capsys, log_file(tmp_path, tpot_s=wrong), *FILE)
+        said = error_line(say, log_file(tmp_path, tpot_s=wrong), *FILE)
         assert f"log.jsonl:1: TPOT is {wrong:g} s; expected (E2E - TTFT) / (tokens - 1), 0.0023 s" in said
     assert read_files([log_file(tmp_path, tpot_s=0.0024)], FILE).measured[0].requests[0].tpot_s == 0.0024
     assert read_files([log_file(tmp_path, tpot_s=9, num_output_tokens=1)], FILE).measured
     (row,) = read_files([log_file(tmp_path, tpot_s=0.0025, e2e_s=None)], FILE).measured[0].requests
     assert row.e2e_s == pytest.approx(0.35)
-    assert "'e2e_s' is absent" in error_line(capsys, log_file(tmp_path, e2e_s=None), *FILE)
+    assert "'e2e_s' is absent" in error_line(say, log_file(tmp_path, e2e_s=None), *FILE)
 
 
-def test_the_stream_of_guidellm_may_end_after_the_last_token_and_not_before(rows, tmp_path, capsys):
+def test_the_stream_of_guidellm_may_end_after_the_last_token_and_not_before(rows, tmp_path, say):
     file = write(tmp_path, "guidellm", rows)
     report = json.loads(file.read_text())
     request = report["benchmarks"][0]["requests"]["successful"][2]
@@ -252,24 +249,24 @@ def test_the_stream_of_guidellm_may_end_after_the_last_token_and_not_before(rows
     assert len(read_files([file], FILE).measured[0].requests) == len(rows)
     request["inter_token_latency_ms"] = stated_ms * 2
     file.write_text(json.dumps(report))
-    assert "benchmarks.json: benchmark 1: request 3: TPOT is " in error_line(capsys, file, *FILE)
+    assert "benchmarks.json: benchmark 1: request 3: TPOT is " in error_line(say, file, *FILE)
 
 
-def test_aiperfs_latency_between_tokens_is_that_of_its_other_latencies(rows, tmp_path, capsys):
+def test_aiperfs_latency_between_tokens_is_that_of_its_other_latencies(rows, tmp_path, say):
     file = write(tmp_path, "aiperf", rows)
     first, *others = file.read_text().splitlines()
     record = json.loads(first)
     record["metrics"]["inter_token_latency"] = {"value": 50.0, "unit": "ms"}
     file.write_text("\n".join([json.dumps(record), *others]))
-    assert "profile_export.jsonl:1: TPOT is 0.05 s; expected " in error_line(capsys, file, *FILE)
+    assert "profile_export.jsonl:1: TPOT is 0.05 s; expected " in error_line(say, file, *FILE)
 
 
-def test_a_value_that_is_no_number_is_called_so(tmp_path, capsys):
+def test_a_value_that_is_no_number_is_called_so(tmp_path, say):
     for value, said in (
         ("nan", "a number, a latency of 0 or more"),
         (-1, "a latency of 0 or more: the clock ran back"),
     ):
-        assert f"'ttft_s' is {value!r}; expected {said}" in error_line(capsys, log_file(tmp_path, ttft_s=value), *FILE)
+        assert f"'ttft_s' is {value!r}; expected {said}" in error_line(say, log_file(tmp_path, ttft_s=value), *FILE)
 
 
 def test_times_in_milliseconds_are_suspected(rows, tmp_path, capsys):
@@ -279,8 +276,8 @@ def test_times_in_milliseconds_are_suspected(rows, tmp_path, capsys):
         assert ("if the file's times are in ms, divide them by 1,000" in capsys.readouterr().out) == is_suspected
 
 
-def test_a_request_that_cannot_fit_is_to_be_left_out_as_the_trace_is_the_files(tmp_path, capsys):
-    said = error_line(capsys, log_file(tmp_path, num_prompt_tokens=300_000), *FILE)
+def test_a_request_that_cannot_fit_is_to_be_left_out_as_the_trace_is_the_files(tmp_path, say):
+    said = error_line(say, log_file(tmp_path, num_prompt_tokens=300_000), *FILE)
     assert "exceeds max_model_len (40960)). Leave them out, raise the limit, or accept it with allow_ignored=" in said
 
 
@@ -289,7 +286,6 @@ def test_a_busy_machine_is_told_of_a_run_folder_and_of_its_repeats(run, tmp_path
     for name in ("first", "again"):
         busy = f"BUSY MACHINE: {name} waited for a core"
         change_manifest(copied(run, tmp_path / name), backend="real", replay={"notes": [busy]})
-    assert fidelity(tmp_path / "first", tmp_path / "again", "--out", tmp_path / "out") == 0
-    (load,) = result(tmp_path / "out")["loads"]
+    (load,) = compared(tmp_path, tmp_path / "first", tmp_path / "again")["loads"]
     said = [note for note in load["notes"] if "BUSY" in note]
     assert said == ["BUSY MACHINE: first waited for a core", "again: BUSY MACHINE: again waited for a core"]

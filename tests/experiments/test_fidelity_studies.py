@@ -14,16 +14,15 @@ from experiments.fidelity.outputs import BEGIN, END
 from experiments.fidelity.simulating import composed, described
 from experiments.fidelity.study import OURS, read_study, trace_of
 from experiments.fidelity.study_report import Score, lowest_lines
-from tests.experiments.fidelity_kit import error_line, fidelity, ran, result
-from tests.experiments.measured_files import study
+from tests.experiments.fidelity_kit import compared, error_line, fidelity, ran, result
+from tests.experiments.measured_files import study, study_file
 
 
-def test_a_page_gets_the_table_between_its_marks_and_no_folders(tmp_path, capsys):
-    file, page = tmp_path / "study.json", tmp_path / "page.md"
-    file.write_text(json.dumps(study()))
-    assert "no such file" in error_line(capsys, file, "--page", page)
+def test_a_page_gets_the_table_between_its_marks_and_no_folders(tmp_path, say):
+    file, page = study_file(tmp_path, study()), tmp_path / "page.md"
+    assert "no such file" in error_line(say, file, "--page", page)
     page.write_text("before\n")
-    assert "once each, in this order" in error_line(capsys, file, "--page", page)
+    assert "once each, in this order" in error_line(say, file, "--page", page)
     page.write_text(f"before\n{BEGIN}old{END}\nafter\n")
     words = "cost=roofline device.step_overhead_ns=600000"
     for _ in range(2):
@@ -40,17 +39,15 @@ def test_a_page_gets_the_table_between_its_marks_and_no_folders(tmp_path, capsys
 
 @pytest.mark.usefixtures("unrendered")
 def test_a_planted_factor_is_found_in_the_first_stage_and_the_second_judges_it(tmp_path, capsys):
-    file, overrides = tmp_path / "study.json", ["scheduler=vllm_v1"]
-    file.write_text(json.dumps(study(2)))
+    file, overrides = study_file(tmp_path, study(2)), ["scheduler=vllm_v1"]
     assert fidelity(file, *overrides, "device.kernel_factor=1.4", "--out", tmp_path / "slow") == 0
     planted = study(2)
     for run, slow in zip(planted, result(tmp_path / "slow")["runs"], strict=True):
         run["measured_ms"] = slow["simulated_ms"]
     planted[1]["workload"]["stages"] = [{"duration": 2, "rate": 5}]  # nothing would judge it
-    file.write_text(json.dumps(planted))
+    study_file(tmp_path, planted)
     more = ["--fit", "kernels", "--beside", "device.gemm_floor_ns=5000"]
-    assert fidelity(file, *overrides, *more, "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
+    found = compared(tmp_path, file, *overrides, *more)
     plain, beside = found["fits"]
     assert plain["who"] == "this simulator, kernels fitted"
     assert beside["who"] == "this simulator, device.gemm_floor_ns=5000, kernels fitted"
@@ -67,31 +64,27 @@ def test_a_planted_factor_is_found_in_the_first_stage_and_the_second_judges_it(t
     )
 
 
-def test_a_study_that_cannot_be_fitted_is_refused(tmp_path, capsys):
-    file, runs = tmp_path / "study.json", study()
-    file.write_text(json.dumps(runs))
-    assert "run-0 ran on one device, which has no collectives" in error_line(capsys, file, "--fit", "link")
-    assert "cost=constant does not depend on it" in error_line(capsys, file, "--fit", "kernels", "cost=constant")
+def test_a_study_that_cannot_be_fitted_is_refused(tmp_path, say):
+    file = study_file(tmp_path, runs := study())
+    assert "run-0 ran on one device, which has no collectives" in error_line(say, file, "--fit", "link")
+    assert "cost=constant does not depend on it" in error_line(say, file, "--fit", "kernels", "cost=constant")
     runs[0]["workload"]["stages"] = [{"duration": 2, "rate": 5}]
-    file.write_text(json.dumps(runs))
-    assert "no run of the study has two stages" in error_line(capsys, file, "--fit", "host")
+    study_file(tmp_path, runs)
+    assert "no run of the study has two stages" in error_line(say, file, "--fit", "host")
 
 
-def test_prices_that_are_not_there_are_missed_before_anything_runs(tmp_path, capsys):
-    file = tmp_path / "study.json"
-    file.write_text(json.dumps(study()))
+def test_prices_that_are_not_there_are_missed_before_anything_runs(tmp_path, say):
+    file = study_file(tmp_path, study())
     said = error_line(
-        capsys, file, "--beside", f"cost=tables cost.path={tmp_path / 'none.parquet'}", "--out", tmp_path / "out"
+        say, file, "--beside", f"cost=tables cost.path={tmp_path / 'none.parquet'}", "--out", tmp_path / "out"
     )
     assert "none.parquet" in said
     assert not (tmp_path / "out").exists()
 
 
 def test_a_study_is_simulated_beside_what_others_predicted(tmp_path, capsys):
-    file = tmp_path / "study.json"
-    file.write_text(json.dumps(study(2)))
-    assert fidelity(file, "scheduler=vllm_v1", "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
+    file = study_file(tmp_path, study(2))
+    found = compared(tmp_path, file, "scheduler=vllm_v1")
     assert found["kind"] == "study"
     assert "scheduler=vllm_v1 " in found["runs"][0]["used"]
     assert "scheduler.max_num_seqs=64" in found["runs"][0]["used"]
@@ -110,16 +103,14 @@ def test_a_study_is_simulated_beside_what_others_predicted(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_a_study_is_simulated_under_other_settings_beside(tmp_path, capsys):
-    file = tmp_path / "study.json"
-    file.write_text(json.dumps(study()))
+def test_a_study_is_simulated_under_other_settings_beside(tmp_path, say):
+    file = study_file(tmp_path, study())
     slow = "scheduler=vllm_v1 device.step_overhead_ns=9000000"
-    assert fidelity(file, "scheduler=vllm_v1", "--beside", slow, "--out", tmp_path / "out") == 0
-    found = result(tmp_path / "out")
+    found = compared(tmp_path, file, "scheduler=vllm_v1", "--beside", slow)
     ours, row = (found["runs"][0][key] for key in ("simulated_ms", "predicted_ms"))
     assert row[f"this simulator, {slow}"]["all"]["e2e_mean"] > ours["all"]["e2e_mean"] + 8
     assert [score["who"] for score in found["mape"]["all"]][:2] == ["this simulator", f"this simulator, {slow}"]
-    assert "scheduller" in error_line(capsys, file, "--beside", "scheduller=vllm_v1")
+    assert "scheduller" in error_line(say, file, "--beside", "scheduller=vllm_v1")
 
 
 def test_files_of_the_model_replace_what_the_study_says_of_it(tmp_path):
@@ -153,11 +144,9 @@ def test_prompts_repeat_as_the_file_says(tmp_path):
 
 @pytest.mark.usefixtures("unrendered")
 def test_what_repeats_is_found_in_the_cache(tmp_path):
-    file, runs = tmp_path / "study.json", study()
+    runs = study()
     runs[0]["workload"] |= {"question_len": 900, "num_unique_system_prompts": 2, "num_users_per_system_prompt": 2}
-    file.write_text(json.dumps(runs))
-    assert fidelity(file, "--beside", "cache.prefix_caching=false", "--out", tmp_path / "out") == 0
-    run = result(tmp_path / "out")["runs"][0]
+    run = compared(tmp_path, study_file(tmp_path, runs), "--beside", "cache.prefix_caching=false")["runs"][0]
     whole_ms = run["predicted_ms"]["this simulator, cache.prefix_caching=false"]["stage1"]["ttft_mean"]
     assert run["simulated_ms"]["stage1"]["ttft_mean"] < 0.8 * whole_ms
 
@@ -172,20 +161,18 @@ def test_what_repeats_is_found_in_the_cache(tmp_path):
         ("hydra.run.dir=x", "'hydra.run.dir=x': runs are kept where --out says"),
     ],
 )
-def test_what_cannot_be_laid_over_a_measured_run_is_refused(tmp_path, capsys, words, said):
-    file = tmp_path / "study.json"
-    file.write_text(json.dumps(study()))
-    assert said in error_line(capsys, file, "--beside", words)
+def test_what_cannot_be_laid_over_a_measured_run_is_refused(tmp_path, say, words, said):
+    file = study_file(tmp_path, study())
+    assert said in error_line(say, file, "--beside", words)
     if words and '"' not in words:
-        assert said in error_line(capsys, file, words)
-        assert said in error_line(capsys, ran(tmp_path / "run").path, words)
+        assert said in error_line(say, file, words)
+        assert said in error_line(say, ran(tmp_path / "run").path, words)
     assert fidelity(file, "--beside", "backend.frontend_ns=1000000") == 0
 
 
-def test_a_study_of_no_runs_is_refused(tmp_path, capsys):
-    file = tmp_path / "study.json"
-    file.write_text("[]")
-    assert f"{file}: an empty list; expected at least one run" in error_line(capsys, file)
+def test_a_study_of_no_runs_is_refused(tmp_path, say):
+    file = study_file(tmp_path, [])
+    assert f"{file}: an empty list; expected at least one run" in error_line(say, file)
 
 
 def test_every_column_says_who_is_lowest():
@@ -212,19 +199,14 @@ def test_outputs_of_one_token_have_no_gaps(tmp_path, capsys):
         run["measured_ms"] = {
             part: {**known, "itl_mean": itl_ms, "e2e_mean": 12.0} for part, known in run["measured_ms"].items()
         }
-    file = tmp_path / "study.json"
-    file.write_text(json.dumps(runs))
-    assert fidelity(file, "--out", tmp_path / "out") == 0
+    (ours, _) = compared(tmp_path, study_file(tmp_path, runs))["mape"]["all"]
     assert "Notes" not in capsys.readouterr().out
-    (ours, _) = result(tmp_path / "out")["mape"]["all"]
     assert {"e2e_mean", "ttft_mean"} <= ours["errors"].keys()
     assert not {"itl_mean", "tpot_mean"} & ours["errors"].keys()
 
 
 def test_a_study_plans_ahead_where_its_engine_does(tmp_path, capsys):
-    file = tmp_path / "study.json"
-    file.write_text(json.dumps(study()))
-    assert fidelity(file) == 0
+    assert fidelity(study_file(tmp_path, study())) == 0
     assert "scheduler=vllm_v1_async " in capsys.readouterr().out
 
 
@@ -262,9 +244,7 @@ def test_what_a_study_says_in_vain_is_told_and_who_is_alone_is_not_called_lowest
     runs[1]["measured_ms"] = runs[1]["measured_ms"] | {"all": means | {"e2e_p95": 80.0}, "stage9": means}
     runs[1]["workload"] = runs[1]["workload"] | {"kind": "chat", "stages": [
         {"duration": 2, "rate": 5, "arrivals": "even"}, {"duration": 1, "rate": 20}]}  # fmt: skip
-    file = tmp_path / "study.json"
-    file.write_text(json.dumps(runs))
-    assert fidelity(file) == 0
+    assert fidelity(study_file(tmp_path, runs)) == 0
     said = capsys.readouterr().out
     assert "- not read, of some run or all: 'colour', 'workload.kind', 'workload.stages.arrivals', " in said
     assert ", 'measured_ms.all.e2e_p95', 'measured_ms.stage9'" in said
@@ -320,68 +300,45 @@ def test_a_study_captures_steps_with_prompts_as_vllm_does(tmp_path, max_num_seqs
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            lambda run: run["workload"].update(output_len=0),
-            "field 'workload.output_len' is 0; expected a whole number of tokens",
-        ),
+        (lambda run: run["workload"].update(output_len=0),
+         "field 'workload.output_len' is 0; expected a whole number of tokens"),
         (lambda run: run["workload"].update(stages=[]), "field 'workload.stages' is empty"),
-        (
-            lambda run: run["workload"].update(arrivals="poisson"),
-            "field 'workload.arrivals' is 'poisson'; expected one of exponential, even",
-        ),
-        (
-            lambda run: run["workload"]["stages"][1].update(duration=0),
-            "field 'workload.stages[1]' sends no request (0 s at 20 a second)",
-        ),
-        (
-            lambda run: run["workload"]["stages"][0].update(rate=1e7),
-            "field 'workload.stages' sends 20,000,000 requests; expected at most 2,000,000 a run",
-        ),
-        (
-            lambda run: run["measured_ms"]["stage1"].update(e2e_mean=8),
-            "field 'measured_ms.stage1.e2e_mean' is 8.0; expected at least ttft_mean, 12",
-        ),
+        (lambda run: run["workload"].update(arrivals="poisson"),
+         "field 'workload.arrivals' is 'poisson'; expected one of exponential, even"),
+        (lambda run: run["workload"]["stages"][1].update(duration=0),
+         "field 'workload.stages[1]' sends no request (0 s at 20 a second)"),
+        (lambda run: run["workload"]["stages"][0].update(rate=1e7),
+         "field 'workload.stages' sends 20,000,000 requests; expected at most 2,000,000 a run"),
+        (lambda run: run["measured_ms"]["stage1"].update(e2e_mean=8),
+         "field 'measured_ms.stage1.e2e_mean' is 8.0; expected at least ttft_mean, 12"),
         (lambda run: run.update(name="run-0"), "field 'name' is 'run-0'; expected a name not used before (first at"),
         (lambda run: run.update(name=["a"]), "field 'name' is ['a']; expected a name"),
-        (
-            lambda run: run.update(predicted_ms={"this simulator, x": {}}),
-            "field 'predicted_ms' is 'this simulator, x'; expected another name",
-        ),
+        (lambda run: run.update(predicted_ms={"this simulator, x": {}}),
+         "field 'predicted_ms' is 'this simulator, x'; expected another name"),
         (lambda run: run.pop("model"), "field 'model' is absent"),
         (lambda run: run.update(model="acme/none"), "the model is 'acme/none', which the library does not have"),
         (lambda run: run.update(device="Abacus"), "the device is 'Abacus'"),
         (lambda run: run["measured_ms"].pop("stage1"), "field 'measured_ms' has no 'stage1'"),
         (lambda run: run["measured_ms"]["all"].update(ttft_mean=-1), "field 'measured_ms.all.ttft_mean' is -1"),
-        (
-            lambda run: run["measured_ms"]["stage0"].update(itl_mean=0),
-            "field 'measured_ms.stage0.itl_mean' is 0, between 16 tokens; expected a mean above 0",
-        ),
-        (
-            lambda run: run.update(tensor_paralel_size=2),
-            "unknown field 'tensor_paralel_size'; did you mean 'tensor_parallel_size'? Correct it, or leave it out",
-        ),
-        (
-            lambda run: run["workload"].update(arrival="even"),
-            "unknown field 'workload.arrival'; did you mean 'arrivals'",
-        ),
-        (
-            lambda run: run["measured_ms"]["stage0"].update(ttft_men=5),
-            "unknown field 'measured_ms.stage0.ttft_men'; did you mean 'ttft_mean'",
-        ),
-        (
-            lambda run: run.update(tensor_parallel_size=True),
-            "field 'tensor_parallel_size' is True; expected a whole number from 1 to",
-        ),
+        (lambda run: run["measured_ms"]["stage0"].update(itl_mean=0),
+         "field 'measured_ms.stage0.itl_mean' is 0, between 16 tokens; expected a mean above 0"),
+        (lambda run: run.update(tensor_paralel_size=2),
+         "unknown field 'tensor_paralel_size'; did you mean 'tensor_parallel_size'? Correct it, or leave it out"),
+        (lambda run: run["workload"].update(arrival="even"),
+         "unknown field 'workload.arrival'; did you mean 'arrivals'"),
+        (lambda run: run["measured_ms"]["stage0"].update(ttft_men=5),
+         "unknown field 'measured_ms.stage0.ttft_men'; did you mean 'ttft_mean'"),
+        (lambda run: run.update(tensor_parallel_size=True),
+         "field 'tensor_parallel_size' is True; expected a whole number from 1 to"),
         (lambda run: run.update(tensor_parallel_size=3), "device.tensor_parallel_size is 3; it must divide the 16"),
     ],
-)
-def test_a_study_that_is_wrong_says_where(tmp_path, capsys, change, said):
+)  # fmt: skip
+def test_a_study_that_is_wrong_says_where(tmp_path, say, change, said):
     runs = study(2)
     runs[1] = json.loads(json.dumps(runs[1]))
     change(runs[1])
-    file = tmp_path / "study.json"
-    file.write_text(json.dumps(runs))
-    message = error_line(capsys, file)
+    file = study_file(tmp_path, runs)
+    message = error_line(say, file)
     assert f"{file}: run 2" in message
     assert said in message
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from itertools import product
@@ -19,8 +18,9 @@ from analysis.measures.statistics import Estimate
 from analysis.reports.findings import finding, limits
 from experiments.wiring.traces import build_trace
 from testbed.traces.serialize import write_jsonl
-from tests.experiments.kit import SHORT, TINY, config_of, say
-from tests.experiments.report_kit import LOAD, TIGHT, answered, ran, report
+from tests.experiments.kit import Say, config_of
+from tests.experiments.report_kit import LOAD, TIGHT, answered, ran, ran_each, report
+from tests.experiments.test_sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
 
@@ -34,10 +34,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_seeds_of_a_recorded_trace_are_no_replicates(recorded: Path, tmp_path: Path) -> None:
-    for scheduler in ("vllm_v1", "sarathi"):
-        for seed in range(3):
-            trace = {"name": "jsonl", "path": str(recorded)}
-            ran(tmp_path / f"{scheduler}-{seed}", trace=trace, scheduler=scheduler, cache=TIGHT, seed=seed)
+    trace = {"name": "jsonl", "path": str(recorded)}
+    ran_each(tmp_path, num_seeds=3, trace=trace, cache=TIGHT)
     said = report(tmp_path)
     assert "4 of 6 runs repeat another one, decision for decision, and count once" in said
     assert "There is one replicate." in said
@@ -98,11 +96,9 @@ def test_windows_at_two_loads_are_replicates_at_each(recorded: Path, tmp_path: P
 def test_between_cost_models_a_report_compares_times_and_judges_no_policy(
     tmp_path: Path, schedulers: tuple[str, ...]
 ) -> None:
-    for cost in ({"name": "constant", "step_s": 0.002}, {"name": "constant", "step_s": 0.004}):
-        for scheduler in schedulers:
-            for seed in range(3):
-                folder = tmp_path / f"{cost['step_s']}-{scheduler}-{seed}"
-                ran(folder, cost=cost, scheduler=scheduler, seed=seed, slo={"ttft_s": 0.02})
+    for step_s in (0.002, 0.004):
+        cost = {"name": "constant", "step_s": step_s}
+        ran_each(tmp_path / str(step_s), schedulers, num_seeds=3, cost=cost, slo={"ttft_s": 0.02})
     answer = report(tmp_path).split("## Answer")[1].split("\n## ")[0]
     told = [line for line in answer.splitlines() if "step s 0.004" in line and "kept" not in line]
     assert any("longer in" in line for line in told), answer
@@ -126,22 +122,17 @@ def test_arms_that_share_a_value_are_named_by_the_level_that_they_share(tmp_path
 
 
 def test_a_pool_that_follows_from_memory_is_named_too(tmp_path: Path) -> None:
-    for scheduler in ("vllm_v1", "sarathi"):
-        ran(tmp_path / scheduler, scheduler=scheduler)
+    ran_each(tmp_path)
     assert "The arms differ in more than their names say: GPU KV blocks (" in report(tmp_path)
-    for scheduler in ("vllm_v1", "vllm_v1_0_8"):
-        ran(tmp_path / "same" / scheduler, scheduler=scheduler)
+    ran_each(tmp_path / "same", ("vllm_v1", "vllm_v1_0_8"))
     assert "differ in more than" not in report(tmp_path / "same")
 
 
 def test_what_holds_at_several_loads_and_for_several_levels_is_said_once(tmp_path: Path) -> None:
-    for watermark in (0.0, 0.02, 0.1):
-        for scheduler in ("vllm_v1", "sarathi"):
-            for rate, seed in product((1.0, 2.0, 200.0), (0, 1)):
-                trace = {**LOAD, "rate": rate, "num_requests": 30, "name": "synthetic"}
-                cache = {"num_gpu_blocks": 400, "watermark": watermark}
-                folder = tmp_path / f"{watermark}-{scheduler}-{rate}-{seed}"
-                ran(folder, trace=trace, scheduler=scheduler, cache=cache, seed=seed)
+    for watermark, rate in product((0.0, 0.02, 0.1), (1.0, 2.0, 200.0)):
+        trace = {**LOAD, "rate": rate, "num_requests": 30, "name": "synthetic"}
+        cache = {"num_gpu_blocks": 400, "watermark": watermark}
+        ran_each(tmp_path / f"{watermark}-{rate}", num_seeds=2, trace=trace, cache=cache)
     said = report(tmp_path, baseline="vllm_v1, watermark 0")
     why = "took the same decisions as watermark 0 at every step; what sets them apart was never triggered"
     loads = "rate = 1 requests/s and rate = 2 requests/s"
@@ -152,18 +143,16 @@ def test_what_holds_at_several_loads_and_for_several_levels_is_said_once(tmp_pat
 
 
 def test_where_no_value_can_be_compared_there_is_no_figure_of_changes(tmp_path: Path) -> None:
-    for scheduler in ("vllm_v1", "sarathi"):
-        ran(tmp_path / scheduler, scheduler=scheduler, cache={"num_gpu_blocks": 2}, allow_ignored=True)
+    ran_each(tmp_path, cache={"num_gpu_blocks": 2}, allow_ignored=True)
     said = report(tmp_path)
     assert "No request was served to its end" in said
     assert "Change against the baseline" not in said
 
 
 def test_cautions_count_the_runs_at_every_load(tmp_path: Path) -> None:
-    for scheduler in ("vllm_v1", "sarathi"):
-        for rate, num in ((10.0, 60), (40.0, 120)):
-            trace = {"name": "synthetic", "num_requests": num, "rate": rate}
-            ran(tmp_path / f"{scheduler}-{rate}", trace=trace, scheduler=scheduler, report={"warmup_s": 0.5})
+    for rate, num in ((10.0, 60), (40.0, 120)):
+        trace = {"name": "synthetic", "num_requests": num, "rate": rate}
+        ran_each(tmp_path / str(rate), trace=trace, report={"warmup_s": 0.5})
     said = report(tmp_path)
     assert re.search(r"\(report.warmup_s\), \d+ of 360, count in no latency", said)
     assert re.search(r"A run has \d\d requests that ended", said)
@@ -171,9 +160,7 @@ def test_cautions_count_the_runs_at_every_load(tmp_path: Path) -> None:
 
 def test_a_load_beyond_capacity_is_flagged(tmp_path: Path) -> None:
     for rate in (10.0, 400.0):
-        for scheduler in ("vllm_v1", "sarathi"):
-            trace = {"num_requests": 300, "rate": rate}
-            ran(tmp_path / f"{scheduler}-{rate}", trace=trace, scheduler=scheduler, cache=TIGHT)
+        ran_each(tmp_path / str(rate), trace={"num_requests": 300, "rate": rate}, cache=TIGHT)
     said = report(tmp_path)
     assert "At rate = 400 requests/s: Every arm is beyond capacity" in said
     assert "At rate = 10 requests/s: Every arm is beyond capacity" not in said
@@ -226,23 +213,12 @@ def test_an_effect_whose_size_depends_on_another_factor_is_told_so(tmp_path: Pat
     assert " the effect depends on the other factors)" in said.partition("## All findings")[0]
 
 
-def test_the_first_point_of_a_sweep_is_the_baseline_whenever_it_ran(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep = (
-        "run",
-        "-m",
-        *TINY,
-        *SHORT,
-        "scheduler=vllm_v1,sarathi",
-        "seed=0,1",
-        f"hydra.sweep.dir={tmp_path / 'sweep'}",
-    )
-    say(capsys, *sweep)
-    points = sorted((tmp_path / "sweep").glob("*/manifest.json"))
-    first = [file for file in points if json.loads(file.read_text())["point"] == 0]
-    shutil.rmtree(first[0].parent)
-    say(capsys, *sweep)
+def test_the_first_point_of_a_sweep_is_the_baseline_whenever_it_ran(tmp_path: Path, say: Say) -> None:
+    arms = ("scheduler=vllm_v1,sarathi", "seed=0,1")
+    sweep(say, tmp_path / "sweep", *arms)
+    (first,) = [run.path for run in load_sweep(tmp_path / "sweep").runs if run.manifest["point"] == 0]
+    shutil.rmtree(first)
+    sweep(say, tmp_path / "sweep", *arms)
     arms = infer_arms(load_sweep(tmp_path / "sweep").runs)
     assert [arm.name for arm in arms] == ["vllm_v1", "sarathi"]
     assert [run.manifest["swept"] for run in arms[0].runs] == [
@@ -298,9 +274,8 @@ def test_an_order_by_deadlines_of_a_trace_without_them_is_told_by_that(tmp_path:
 
 
 def test_of_several_arms_with_replicates_the_one_that_has_a_single_one_is_named(tmp_path: Path) -> None:
-    for scheduler, seeds in (("vllm_v1", 3), ("sarathi", 3), ("orca", 1)):
-        for seed in range(seeds):
-            ran(tmp_path / f"{scheduler}-{seed}", scheduler=scheduler, cache=TIGHT, seed=seed)
+    ran_each(tmp_path, num_seeds=3, cache=TIGHT)
+    ran(tmp_path / "orca", scheduler="orca", cache=TIGHT)
     said = report(tmp_path, baseline="vllm_v1")
     assert "There is one replicate" not in said
     assert "means of log-ratios over an arm's replicates" in said

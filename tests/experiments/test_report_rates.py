@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ from analysis import format as fmt
 from analysis.load import load_run
 from analysis.reports.cautions import cautions
 from analysis.reports.keeping_up import began_within_s, is_closed_loop
-from tests.experiments.test_report_conclusions import ran
-from tests.experiments.test_report_referee import LIGHT, arms_of, light
+from tests.experiments.report_kit import arms_of, ran, ran_each
+from tests.experiments.test_report_referee import LIGHT, light
 
 pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
 
@@ -21,8 +20,7 @@ pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
 def test_rates_of_short_traces_are_said_to_be_of_their_ends_too(
     tmp_path: Path, num_requests: int, is_said: bool
 ) -> None:
-    for name in ("vllm_v1", "sarathi"):
-        ran(tmp_path / name, trace={**LIGHT, "num_requests": num_requests, "rate": 20.0}, scheduler=name)
+    ran_each(tmp_path, trace={**LIGHT, "num_requests": num_requests, "rate": 20.0})
     said = cautions({"": arms_of(tmp_path)}, 0.02)
     assert any("no more came while the last ones were being served" in text for text in said) is is_said
 
@@ -53,8 +51,7 @@ def test_of_a_closed_loop_rates_are_an_outcome_and_the_time_is_that_in_which_ses
 
 
 def test_rates_of_some_runs_say_of_which(tmp_path: Path) -> None:
-    for name, seed in itertools.product(("vllm_v1", "sarathi"), range(3)):
-        ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
+    ran_each(tmp_path, num_seeds=3, trace=LIGHT)
     arms = arms_of(tmp_path)
     runs = [run for arm in arms for run in arm.runs]
     for short, words in (

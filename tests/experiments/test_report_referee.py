@@ -30,16 +30,12 @@ from analysis.reports.report import report_from_folders, write_report
 from analysis.reports.trust import trust
 from testbed.errors import RunFolderError
 from tests.analysis.runs import write_run
-from tests.experiments.test_report_conclusions import TIGHT, ran
+from tests.experiments.report_kit import TIGHT, arms_of, ran, ran_each
 
 pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
 
 LIGHT = {"num_requests": 40, "rate": 5.0}
 CHANGE = Estimate(-0.2, -0.4, -0.1, 3, "paired t", "log_ratio")
-
-
-def arms_of(folder: Path) -> list[Arm]:
-    return infer_arms(load_sweep(folder).runs)
 
 
 def light(arms: list[Arm], about: str, **more: Any) -> tuple[str, str]:
@@ -48,10 +44,8 @@ def light(arms: list[Arm], about: str, **more: Any) -> tuple[str, str]:
 
 
 def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_path: Path) -> None:
-    for name in ("vllm_v1", "sarathi", "prefill_first"):
-        for seed in range(2):
-            trace = {"num_requests": 150, "rate": 40.0}
-            ran(tmp_path / f"{name}-{seed}", trace=trace, scheduler=name, cache=TIGHT, seed=seed)
+    trace = {"num_requests": 150, "rate": 40.0}
+    ran_each(tmp_path, ("vllm_v1", "sarathi", "prefill_first"), num_seeds=2, trace=trace, cache=TIGHT)
     slo, share = SLO(ttft_s=0.2), SLO_METRICS[0]
     arms = arms_of(tmp_path)
     base, one, other = (arm.name for arm in arms)
@@ -72,22 +66,14 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
     ("steps", "level", "words"),
     [
         ({"name": "jitter", "within_s": 0.1}, "poor", " replicates, by jitter of the same requests: how the result"),
-        (
-            [{"name": "jitter", "within_s": 0.1}, {"name": "window", "end_s": 3.5}],
-            "poor",
-            " replicates, by jitter of the same",
-        ),
+        ([{"name": "jitter", "within_s": 0.1}, {"name": "window", "end_s": 3.5}], "poor", " replicates, by jitter of"),
         ({"name": "thin", "fraction": 0.98}, "poor", " replicates, by thin: each shares 9"),
         ({"name": "thin", "fraction": 0.5}, "fair", " replicates, by thin: each shares "),
         ({"name": "sample_sessions", "num": 195}, "poor", " replicates, by sample_sessions: each shares 9"),
         ({"name": "sample_sessions", "num": 40}, "fair", " replicates, by sample_sessions: each shares "),
         ({"name": "set_rate", "rate": 9, "by": "thin"}, "fair", " replicates: each shares "),
         ({"name": "bootstrap"}, "fair", " replicates, by bootstrap: all are drawn from the same requests"),
-        (
-            [{"name": "bootstrap"}, {"name": "arrivals", "rate": 9}],
-            "fair",
-            " replicates, by bootstrap: all are drawn from the same requests",
-        ),
+        ([{"name": "bootstrap"}, {"name": "arrivals", "rate": 9}], "fair", " replicates, by bootstrap: all are drawn"),
     ],
 )
 def test_replicates_that_share_requests_are_worth_less(
@@ -146,8 +132,7 @@ def test_new_arrivals_of_a_file_are_no_new_record_and_each_seed_of_ones_own_gene
 
 
 def test_arms_beyond_capacity_hide_none_that_was_not_judged(tmp_path: Path) -> None:
-    for name in ("vllm_v1", "sarathi"):
-        ran(tmp_path / name, trace=LIGHT, scheduler=name)
+    ran_each(tmp_path, trace=LIGHT)
     one, other = arms = arms_of(tmp_path)
     one.runs[0].summary["steadiness"]["is_outrun"], other.runs[0].summary["steadiness"]["is_outrun"] = True, None
     _, why = light(arms, "load")
@@ -174,8 +159,7 @@ def test_of_more_than_three_arms_the_light_says_how_many(tmp_path: Path) -> None
 
 
 def test_an_arm_is_in_one_state_whatever_its_replicates_are(tmp_path: Path) -> None:
-    for name, seed in itertools.product(("vllm_v1", "sarathi"), range(3)):
-        ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
+    ran_each(tmp_path, num_seeds=3, trace=LIGHT)
     one, other = arms = arms_of(tmp_path)
     for run, is_outrun in zip(one.runs, (True, None, False), strict=True):
         run.summary["steadiness"]["is_outrun"] = is_outrun
@@ -245,11 +229,8 @@ def test_a_change_over_draws_from_one_record_has_an_interval_that_allows_for_it(
     trace = {"name": "jsonl", "path": str(tmp_path / "once" / "trace.jsonl"), "transforms": [{"name": "bootstrap"}]}
     arms, metric, times = ("vllm_v1", "prefill_first"), LATENCY[4], {}
     for name, chunk, seed in itertools.product(arms, (512, 2048), range(4)):
-        folder, scheduler = (
-            tmp_path / "runs" / f"{name}-{chunk}-{seed}",
-            {"name": name, "max_num_batched_tokens": chunk},
-        )
-        ran(folder, trace=trace, scheduler=scheduler, seed=seed)
+        folder = tmp_path / "runs" / f"{name}-{chunk}-{seed}"
+        ran(folder, trace=trace, scheduler={"name": name, "max_num_batched_tokens": chunk}, seed=seed)
         times[name, chunk, seed] = metric.of(load_run(folder).summary)
     change = np.array([[np.log(times[arms[1], n, i] / times[arms[0], n, i]) for i in range(4)] for n in (512, 2048)])
     found = arms_of(tmp_path / "runs")
@@ -276,28 +257,17 @@ def test_arms_that_decided_alike_are_named_also_where_none_is_the_baseline(tmp_p
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        (
-            "",
-            "better in mean TPOT (−45%, to 1.00s) and P99 TPOT (−39%, to 1.00s); "
-            "worse in mean TTFT (+65%, to 1.00s) and P99 TTFT (+49%, to 1.00s).",
-        ),
-        (
-            "Does the P99 TTFT suffer?",
-            "worse in P99 TTFT (+49%, to 1.00s) and mean TTFT (+65%, to 1.00s); "
-            "better in mean TPOT (−45%, to 1.00s) and P99 TPOT (−39%, to 1.00s).",
-        ),
-        (
-            "What happens to end-to-end latency and to throughput?",
-            "better in mean E2E (−26%, to 1.00s) and mean TPOT (−45%, to 1.00s); "
-            "worse in mean TTFT (+65%, to 1.00s) and P99 TTFT (+49%, to 1.00s); "
-            "no difference beyond the noise in requests/s.",
-        ),
+        ("", "better in mean TPOT (−45%, to 1.00s) and P99 TPOT (−39%, to 1.00s); "
+         "worse in mean TTFT (+65%, to 1.00s) and P99 TTFT (+49%, to 1.00s)."),
+        ("Does the P99 TTFT suffer?", "worse in P99 TTFT (+49%, to 1.00s) and mean TTFT (+65%, to 1.00s); "
+         "better in mean TPOT (−45%, to 1.00s) and P99 TPOT (−39%, to 1.00s)."),
+        ("What happens to end-to-end latency and to throughput?",
+         "better in mean E2E (−26%, to 1.00s) and mean TPOT (−45%, to 1.00s); worse in mean TTFT (+65%, to 1.00s) "
+         "and P99 TTFT (+49%, to 1.00s); no difference beyond the noise in requests/s."),
     ],
-)
+)  # fmt: skip
 def test_the_answer_begins_with_the_metrics_that_the_question_names(tmp_path: Path, question: str, words: str) -> None:
-    for name in ("vllm_v1", "sarathi"):
-        for seed in range(2):
-            ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
+    ran_each(tmp_path, num_seeds=2, trace=LIGHT)
     arms = arms_of(tmp_path)
     changes = (0.5, 0.4, -0.6, -0.5, -0.3)  # of LATENCY, as log-ratios
     estimates = [Estimate(size, size, size, 3, "paired t", "log_ratio") for size in changes]
@@ -316,9 +286,7 @@ def test_who_is_best_together_is_named_together(tmp_path: Path) -> None:
     rows = [Comparison(name, LATENCY[0], 1.0, CHANGE, "lower") for name in ("a", "b")]
     assert best_arms(rows, "base")[0].endswith("is that of a and b.")
     slo, goodput = SLO(ttft_s=100.0), SLO_METRICS[1]
-    for name in ("vllm_v1", "sarathi", "prefill_first"):
-        for seed in range(2):
-            ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
+    ran_each(tmp_path, ("vllm_v1", "sarathi", "prefill_first"), num_seeds=2, trace=LIGHT)
     arms = arms_of(tmp_path)
     rows = [Comparison(arm.name, goodput, 9.0 - place, CHANGE, "higher") for place, arm in enumerate(arms[1:])]
     said = answer([Compared("", arms, rows, ())], slo)
@@ -344,8 +312,7 @@ def test_a_simulator_that_picks_other_policies_than_the_engine_is_told_first(tmp
 
 
 def test_a_start_that_is_all_there_is_is_no_report(tmp_path: Path) -> None:
-    for name in ("vllm_v1", "sarathi"):
-        ran(tmp_path / name, trace=LIGHT, scheduler=name, report={"warmup_s": 1000.0})
+    ran_each(tmp_path, trace=LIGHT, report={"warmup_s": 1000.0})
     says = r"warmup_s=1000 leaves out all requests of .* \(2 of 2 runs\)"
     with pytest.raises(RunFolderError, match=says):
         report_from_folders([tmp_path], tmp_path / "report.html")
@@ -364,8 +331,7 @@ def test_changes_are_factors_from_ten_times_on_and_no_longer_than_a_reader_needs
 
 
 def test_what_changed_between_runs_beside_their_settings_is_named(tmp_path: Path) -> None:
-    for name in ("vllm_v1", "sarathi"):
-        ran(tmp_path / name, trace=LIGHT, scheduler=name)
+    ran_each(tmp_path, trace=LIGHT)
     runs = load_sweep(tmp_path).runs
     assert changed_sources(runs) == []
     runs[0].manifest["identity"] |= {"classes": {"mine": "a", "other": "b"}, "code": "1"}
@@ -386,8 +352,7 @@ def test_real_runs_of_two_machines_are_told_apart(tmp_path: Path) -> None:
 
 def test_requests_that_were_ignored_are_told_of_as_many(tmp_path: Path) -> None:
     rows = [{"arrival_time": 0.1 * i, "prompt_tokens": 900 if i % 5 else 9000, "output_tokens": 5} for i in range(20)]
-    for name in ("vllm_v1", "sarathi"):
-        ran(tmp_path / name, trace=rows, scheduler=name, cache={"num_gpu_blocks": 400}, allow_ignored=True)
+    ran_each(tmp_path, trace=rows, cache={"num_gpu_blocks": 400}, allow_ignored=True)
     (said,) = lost(arms_of(tmp_path), [], tmp_path)
     assert said.startswith("sarathi and vllm_v1 ignored 4 of 20 requests each (")
     assert said.endswith("so latencies are of the others.")

@@ -23,8 +23,8 @@ from analysis.reports.first_screen import answer
 from analysis.reports.load_cautions import change_by_warm_up
 from analysis.reports.report import report_from_folders
 from testbed.errors import RunFolderError, TestbedError
-from tests.experiments.kit import SHORT, TINY, say
-from tests.experiments.test_report_conclusions import TIGHT, ran, report
+from tests.experiments.kit import SHORT, TINY, Say
+from tests.experiments.report_kit import TIGHT, arms_of, ran, ran_each, report
 
 pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
 
@@ -70,7 +70,7 @@ def test_a_change_on_one_trace_is_of_the_requests_that_its_values_are_of(tmp_pat
     for seqs in (256, 4):
         more = {"scheduler": {"name": "vllm_v1", "max_num_seqs": seqs}, "report": {"warmup_s": 2.0}}
         ran(tmp_path / str(seqs), trace=rows, **(more if leaves_out == "start" else more | {"report": {}}))
-    arms = infer_arms(load_sweep(tmp_path).runs)
+    arms = arms_of(tmp_path)
     told = [row for row in compare(arms, arms[0], LATENCY) if row.estimate is not None and row.estimate.num > 1]
     assert {row.metric.label for row in told} >= {"P99 TTFT", "P99 E2E", "mean TPOT"}
     for row in told:
@@ -90,13 +90,12 @@ def test_what_was_computed_is_counted_alike_by_requests_and_by_steps(tmp_path: P
     assert by_requests["preemptions"]["recomputed_share"] == by_steps["preemptions"]["recomputed_share"]
 
 
-def test_a_start_that_is_all_there_is_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_that_is_all_there_is_is_told(tmp_path: Path, say: Say) -> None:
     options = ("report.warmup_s=1000", "slo.lateness_s=1")
-    said = say(capsys, "run", *TINY, *SHORT, *options, f"hydra.run.dir={tmp_path / 'run'}")
-    assert said.status == 0
-    assert "report.warmup_s=1000 leaves out all" in said.out
-    assert "requests, so there are no numbers: lower it" in said.out
-    assert "slo.lateness_s limits no request, as none has a deadline" in said.out
+    said = say("run", *TINY, *SHORT, *options, f"hydra.run.dir={tmp_path / 'run'}").success()
+    assert "report.warmup_s=1000 leaves out all" in said
+    assert "requests, so there are no numbers: lower it" in said
+    assert "slo.lateness_s limits no request, as none has a deadline" in said
 
 
 def test_a_burst_is_no_empty_start(tmp_path: Path) -> None:
@@ -142,7 +141,7 @@ def test_stalls_of_decodes_are_compared_where_gaps_are_known(tmp_path: Path, is_
 def test_what_a_start_weighs_is_told_of_all_runs_that_it_weighs_in(tmp_path: Path, warmup_s: float, start: str) -> None:
     for name, (seed, later) in itertools.product(("vllm_v1", "sarathi"), enumerate((900, 600, 100))):
         ran(tmp_path / f"{name}-{seed}", trace=_rising(later), scheduler=name, seed=seed, report={"warmup_s": warmup_s})
-    arms = infer_arms(load_sweep(tmp_path).runs)
+    arms = arms_of(tmp_path)
     (said,) = [text for text in cautions({"": arms}, 0.02) if text.startswith(start)]
     assert "(MSER-5's cut) mean TTFT in 4 of 6 runs (every arm; seed 0 and seed 1) would be up to +" in said
     changes = [change_by_warm_up(run) for arm in arms for run in arm.runs]
@@ -155,7 +154,7 @@ def test_what_a_start_weighs_is_told_of_all_runs_that_it_weighs_in(tmp_path: Pat
 
 def test_a_cut_that_leaves_one_request_is_told(tmp_path: Path) -> None:
     ran(tmp_path, trace=_rising(), report={"warmup_s": 119.4})
-    (arm,) = infer_arms(load_sweep(tmp_path).runs)
+    (arm,) = arms_of(tmp_path)
     assert arm.runs[0].summary["throughput"]["offered_per_s"] is None
     assert any(text.startswith("The requests that came in the first 119.4 s") for text in cautions({"": [arm]}, 0.02))
 
@@ -167,11 +166,8 @@ def _rising(later: int = 900) -> list[dict[str, float]]:
 
 
 def test_a_capacity_that_was_exceeded_in_some_replicates_is_told_so(tmp_path: Path) -> None:
-    for seed in range(2):
-        for name in ("vllm_v1", "sarathi"):
-            ran(tmp_path / f"{name}-{seed}", trace={"num_requests": 400, "rate": 90.0}, scheduler=name, cache=TIGHT,
-                seed=seed)  # fmt: skip
-    arms = infer_arms(load_sweep(tmp_path).runs)
+    ran_each(tmp_path, num_seeds=2, trace={"num_requests": 400, "rate": 90.0}, cache=TIGHT)
+    arms = arms_of(tmp_path)
     arms[0].runs[0].summary["steadiness"]["is_outrun"] = False
     (answered,) = answer([Compared("", arms, [row(arms[1].name, 0, -0.2, "lower")], ())], None)
     names = f"{arms[0].name} (in 1 of 2 replicates) and {arms[1].name}"
@@ -190,9 +186,8 @@ def test_a_capacity_that_was_exceeded_in_some_replicates_is_told_so(tmp_path: Pa
 
 
 def test_arms_with_more_replicates_than_others_are_named(tmp_path: Path) -> None:
-    for name, num in (("vllm_v1", 3), ("sarathi", 2)):
-        for seed in range(num):
-            ran(tmp_path / f"{name}-{seed}", trace=LIGHT, scheduler=name, seed=seed)
+    ran_each(tmp_path, ["vllm_v1"], num_seeds=3, trace=LIGHT)
+    ran_each(tmp_path, ["sarathi"], num_seeds=2, trace=LIGHT)
     said = report(tmp_path)
     assert "The arms do not have the same replicates (2 of sarathi; 3 of vllm_v1): 2 in common. Means" in said
     assert "main effects" not in said, "of two arms there are none"
@@ -202,7 +197,7 @@ def test_a_rate_that_did_not_come_and_a_pool_that_cannot_be_are_told(tmp_path: P
     few = {"num_requests": 60, "rate": 20.0, "arrival": "diurnal"}
     ran(tmp_path / "night", trace=few)
     ran(tmp_path / "dream", trace=few, cache={"num_gpu_blocks": 1_000_000})
-    told = cautions({"": infer_arms(load_sweep(tmp_path).runs)}, 0.02)
+    told = cautions({"": arms_of(tmp_path)}, 0.02)
     (load,) = [text for text in told if text.startswith("Load, ")]
     assert "requests a second came: trace.rate=20 is the mean of trace.arrival=diurnal over all time" in load
     assert load.endswith("(the first of 2 runs that say so)")
@@ -215,14 +210,13 @@ def test_p99_of_a_few_requests_and_aborted_ones_are_told(tmp_path: Path) -> None
         {"arrival_time": 0.1 * i, "prompt_tokens": 100, "output_tokens": 200, "cancel_after": 0.2 if i % 3 else 9.0}
         for i in range(60)
     ]
-    for name in ("vllm_v1", "sarathi"):
-        ran(tmp_path / name, trace=cut, scheduler=name)
+    ran_each(tmp_path, trace=cut)
     said = report(tmp_path)
     aborted = load_sweep(tmp_path).runs[0].summary["finish_reasons"]["abort"]
     assert aborted > 5
     assert f"{aborted / 0.6:.3g} % of the requests of sarathi were aborted" in said
     assert f"A run has {60 - aborted} requests that ended: its P99s are all but its largest values" in said
-    arms = infer_arms(load_sweep(tmp_path).runs)
+    arms = arms_of(tmp_path)
     for num, words in ((1, "1 request that ended: its P99s"), (0, "no request that ended: it has no E2E latency.")):
         arms[0].runs[0].summary["num_finished"] = num
         assert any(text.startswith(f"A run has {words}") for text in cautions({"": arms}, 0.02))
@@ -281,11 +275,10 @@ def test_arms_that_differ_in_two_factors_dilute_the_effect_of_neither() -> None:
 
 
 def test_windows_that_were_called_replicates_are_one_load_in_a_curve(tmp_path: Path) -> None:
-    for rate in (5.0, 20.0):
-        for start in (0, 4):
-            cut = [{"name": "window", "start_s": start, "end_s": start + 4}]
-            ran(tmp_path / f"{rate}-{start}", trace={"num_requests": 160, "rate": rate, "transforms": cut},
-                report={"replicates": ["trace.transforms"]})  # fmt: skip
+    for rate, start in itertools.product((5.0, 20.0), (0, 4)):
+        cut = [{"name": "window", "start_s": start, "end_s": start + 4}]
+        trace = {"num_requests": 160, "rate": rate, "transforms": cut}
+        ran(tmp_path / f"{rate}-{start}", trace=trace, report={"replicates": ["trace.transforms"]})
     (axes, _) = plots.throughput_latency(load_sweep(tmp_path))
     assert next(len(line.get_xdata()) for line in axes.lines if line.get_marker() != "None") == 2
     said = report(tmp_path)
@@ -297,7 +290,7 @@ def test_a_setting_given_for_one_arm_alone_is_in_its_name(tmp_path: Path) -> Non
     ran(tmp_path / "a", scheduler={"name": "vllm_v1", "preemption": "recompute"}, cache=TIGHT)
     ran(tmp_path / "b", scheduler={"name": "vllm_v1", "queue_order": "sjf"}, cache=TIGHT)
     ran(tmp_path / "c", scheduler={"name": "vllm_v1"}, cache={**TIGHT, "prefix_caching": False})
-    names = {arm.name for arm in infer_arms(load_sweep(tmp_path).runs)}
+    names = {arm.name for arm in arms_of(tmp_path)}
     assert names == {
         "preemption recompute, queue order fcfs, prefix caching on",
         "preemption auto, queue order sjf, prefix caching on",

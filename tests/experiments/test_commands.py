@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,37 +17,33 @@ from experiments.demo import command as demo_real
 from experiments.runs.environment import describe_versions
 from testbed import compiled
 from testbed.errors import TestbedError
-from tests.experiments.kit import SHORT, TINY, manifest_of, say, write_rows
+from tests.experiments.kit import SHORT, TINY, Say, manifest_of, option, write_rows
 
 
 @pytest.mark.parametrize("stream", ["true", "false"])
-def test_arrivals_in_batches_are_told_of_in_the_run_and_its_manifest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], stream: str
-) -> None:
+def test_arrivals_in_batches_are_told_of_in_the_run_and_its_manifest(tmp_path: Path, say: Say, stream: str) -> None:
     moon = [{"timestamp": at, "input_length": 5, "output_length": 2, "hash_ids": [at]} for at in (0, 0, 0, 3000, 3000)]
     file = write_rows(tmp_path / "m.jsonl", moon)
     read = ("trace=mooncake", f"trace.path={file}", f"trace.stream={stream}")
-    said = say(capsys, "run", *TINY, *read, f"hydra.run.dir={tmp_path / 'run'}")
+    said = say("run", *TINY, *read, f"hydra.run.dir={tmp_path / 'run'}")
     (note,) = manifest_of(tmp_path / "run")["trace"]["notes"]
     assert note.startswith("75% of arrivals at the instant of the one before; trace.transforms=[{name: spread}] spread")
     assert note in said.out
     spread = ("trace.transforms=[{name: spread}]", f"hydra.run.dir={tmp_path / 'spread'}")
-    assert say(capsys, "run", *TINY, *read, *spread).status == 0
+    say("run", *TINY, *read, *spread).success()
     assert "75%" not in str(manifest_of(tmp_path / "spread")["trace"]["notes"])
 
 
-def test_bursts_and_days_that_a_trace_is_too_short_for_are_told_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bursts_and_days_that_a_trace_is_too_short_for_are_told_of(tmp_path: Path, say: Say) -> None:
     small = ("trace.num_requests=60", "trace.rate=40", "trace.prompt.value=9", "trace.prompt.max_tokens=20")
     for arrival, is_noted in (("diurnal", True), ("poisson", False)):  # a day begins at night
         run = (f"trace.arrival={arrival}", "trace.output.max_tokens=9", f"hydra.run.dir={tmp_path / arrival}")
-        said = say(capsys, "run", *TINY, *small, *run)
+        said = say("run", *TINY, *small, *run)
         assert ("trace.rate=40 is the mean of trace.arrival=diurnal over all time" in said.out) is is_noted
 
 
-def test_list_has_a_line_on_each_option(capsys: pytest.CaptureFixture[str]) -> None:
-    out = say(capsys, "list").out
+def test_list_has_a_line_on_each_option(say: Say) -> None:
+    out = say("list").out
     for group in ("scheduler", "trace", "model", "device", "cost", "experiment"):
         for name in options(group):
             lines = [line for line in out.splitlines() if line.split()[:1] == [name]]
@@ -57,55 +51,50 @@ def test_list_has_a_line_on_each_option(capsys: pytest.CaptureFixture[str]) -> N
             assert all(len(line.split()) > 2 for line in lines), f"{group}={name} is not described"
 
 
-def test_list_of_one_group_and_of_none(capsys: pytest.CaptureFixture[str]) -> None:
-    out = say(capsys, "list", "cost").out
+def test_list_of_one_group_and_of_none(say: Say) -> None:
+    out = say("list", "cost").out
     assert "constant" in out
     assert "h100" not in out
-    assert "device" in say(capsys, "list", "devise").error()
+    assert "device" in say("list", "devise").error()
 
 
-def test_list_has_the_options_of_a_folder_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "cost").mkdir()
-    (tmp_path / "cost" / "mine.yaml").write_text("# By the phase of the moon.\n_target_: moon.Price\n")
-    said = say(capsys, "list", "cost", "--config-dir", str(tmp_path)).out
+def test_list_has_the_options_of_a_folder_of_ones_own(tmp_path: Path, say: Say) -> None:
+    option(tmp_path, "cost/mine", "# By the phase of the moon.\n_target_: moon.Price\n")
+    said = say("list", "cost", "--config-dir", str(tmp_path)).out
     assert said.splitlines()[-1].split(maxsplit=1) == ["mine", "By the phase of the moon."]
-    assert "mine" not in say(capsys, "list", "device", "--config-dir", str(tmp_path)).out
-    assert "--config-dir is 'nowhere'; name a folder" in say(capsys, "list", "--config-dir", "nowhere").error()
+    assert "mine" not in say("list", "device", "--config-dir", str(tmp_path)).out
+    assert "--config-dir is 'nowhere'; name a folder" in say("list", "--config-dir", "nowhere").error()
 
 
-def test_trace_says_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_says_what_is_in_a_file(tmp_path: Path, say: Say) -> None:
     rows = [{"arrival_time": float(i), "prompt_tokens": 10, "output_tokens": 5} for i in (0, 2, 1)]
-    said = say(capsys, "trace", "jsonl", str(write_rows(tmp_path / "t.jsonl", rows)))
-    assert said.status == 0
-    assert "3 requests in 2.0 s" in said.out
-    assert "out of order" in said.out
+    said = say("trace", "jsonl", str(write_rows(tmp_path / "t.jsonl", rows))).success()
+    assert "3 requests in 2.0 s" in said
+    assert "out of order" in said
 
 
-def test_trace_of_one_row_of_closed_loops_only_and_of_unknown_formats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_of_one_row_of_closed_loops_only_and_of_unknown_formats(tmp_path: Path, say: Say) -> None:
     path = write_rows(tmp_path / "t.jsonl", [{"arrival_time": 5, "prompt_tokens": 10}])
-    assert "1 request in 0.0 s" in say(capsys, "trace", "jsonl", str(path)).out
-    assert "jsonl" in say(capsys, "trace", "jsnol", str(path)).error()
-    assert "t.jsonl" in say(capsys, "trace", "azure", str(path)).error()
-    assert "limit" in say(capsys, "trace", "jsonl", str(path), "--limit", "0").error()
+    assert "1 request in 0.0 s" in say("trace", "jsonl", str(path)).out
+    assert "jsonl" in say("trace", "jsnol", str(path)).error()
+    assert "t.jsonl" in say("trace", "azure", str(path)).error()
+    assert "limit" in say("trace", "jsonl", str(path), "--limit", "0").error()
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_report_of_runs_and_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_runs_and_sweeps(tmp_path: Path, say: Say) -> None:
     more = (*TINY, *SHORT, f"hydra.sweep.dir={tmp_path / 's'}")
-    assert say(capsys, "run", "-m", *more, "scheduler=unified,decode_first", "seed=0,1").status == 0
+    say("run", "-m", *more, "scheduler=unified,decode_first", "seed=0,1").success()
     page = tmp_path / "page.html"
-    said = say(capsys, "report", str(tmp_path / "s"), "--out", str(page), "--title", "A <title>")
-    assert said.status == 0, said.err
-    assert str(page) in said.out
+    said = say("report", str(tmp_path / "s"), "--out", str(page), "--title", "A <title>").success()
+    assert str(page) in said
     text = page.read_text()
     assert "A &lt;title&gt;" in text
     assert "decode_first" in text
     assert 'src="http' not in text
-    assert "--overwrite" in say(capsys, "report", str(tmp_path / "s"), "--out", str(page)).error()
-    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(page), "--overwrite").status == 0
-    assert "nowhere" in say(capsys, "report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "b.html")).error()
+    assert "--overwrite" in say("report", str(tmp_path / "s"), "--out", str(page)).error()
+    say("report", str(tmp_path / "s"), "--out", str(page), "--overwrite").success()
+    assert "nowhere" in say("report", str(tmp_path / "nowhere"), "--out", str(tmp_path / "b.html")).error()
 
 
 @pytest.mark.parametrize(
@@ -123,33 +112,30 @@ def test_report_of_runs_and_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_what_says_nothing_or_two_things_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...],
+    say: Say, here: Path, arguments: tuple[str, ...],
     said: str,
 ) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    assert said in say(capsys, *arguments).error()
+    (here / "runs").mkdir()
+    assert said in say(*arguments).error()
 
 
 def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"OUTPUT_TOKENS": 8, "NUM_SEQS": 32, "QUEUE_LENGTHS": (10,), "POOL_SIZES": (4000,)}.items():
         monkeypatch.setattr(f"experiments.bench.core.{name}", value)
-    said = say(capsys, "bench", "core", "--repeats", "1")
-    assert said.status == 0, said.err
-    assert "steps/s" in said.out
-    assert compiled.describe() in said.out.splitlines()[0]
+    said = say("bench", "core", "--repeats", "1").success()
+    assert "steps/s" in said
+    assert compiled.describe() in said.splitlines()[0]
     monkeypatch.setattr("experiments.bench.simulator.POINT_REQUESTS", 60)
     shapes = simulator._shapes
     monkeypatch.setattr(simulator, "_shapes", lambda num_prefills: shapes(num_prefills)[:100])
-    said = say(capsys, "bench", "simulator", "--repeats", "1", "--rows", "60", "--requests", "90")
-    assert said.status == 0, said.err
-    assert "requests/s" in said.out
+    said = say("bench", "simulator", "--repeats", "1", "--rows", "60", "--requests", "90").success()
+    assert "requests/s" in said
     for case in ("start-up: 1 request", "Azure-like, 60 ", "Azure-like, 60, interpreted", "generated, 90"):
-        assert case in said.out
-    assert "did you mean 'core'" in say(capsys, "bench", "cor").error()
-    assert "no file" in say(capsys, "bench", "simulator", "--trace", "nowhere.csv").error()
+        assert case in said
+    assert "did you mean 'core'" in say("bench", "cor").error()
+    assert "no file" in say("bench", "simulator", "--trace", "nowhere.csv").error()
     with pytest.raises(TestbedError, match=r"^trace.rate is 'x'; it must be a number$"):
         simulator._measure(["trace.rate=x"], {})
 
@@ -166,20 +152,14 @@ def test_bench_prints_what_the_scheduler_and_the_simulator_do_in_a_second(
         (("observer",), "testbed bench observer runs in vLLM's environment: docs/vllm.md"),
     ],
 )
-def test_a_bench_of_less_than_nothing_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
-) -> None:
-    assert say(capsys, "bench", *arguments).error() == words
+def test_a_bench_of_less_than_nothing_is_refused(say: Say, arguments: tuple[str, ...], words: str) -> None:
+    assert say("bench", *arguments).error() == words
 
 
-def test_help_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "testbed <command>" in say(capsys, "--help").out
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments", "list", "cost"], capture_output=True, text=True, check=True
-    )
-    assert "roofline" in done.stdout
+def test_help(capsys: pytest.CaptureFixture[str], say: Say) -> None:
+    assert "testbed <command>" in say("--help").out
     with pytest.raises(SystemExit):
-        say(capsys, "run", "--help")
+        say("run", "--help")
     page = capsys.readouterr().out
     assert "hydra.run.dir" in page
     assert "device: a100, b200" in page  # and no schema that only files build on
@@ -201,16 +181,14 @@ def test_help_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:
         (("generate", "--model", "tiny", "--max-tokens", "abc"), "--max-tokens is 'abc'; it must be a whole number"),
     ],
 )
-def test_every_command_refuses_its_arguments_in_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
-) -> None:
-    refused = say(capsys, *arguments)
+def test_every_command_refuses_its_arguments_in_one_line(say: Say, arguments: tuple[str, ...], said: str) -> None:
+    refused = say(*arguments)
     assert refused.error().startswith(said)
     assert refused.status == 2
 
 
-def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(capsys, "--version").out == describe_versions()["llm-serving-testbed"] + "\n"
+def test_the_version_is_one_line(say: Say) -> None:
+    assert say("--version").out == describe_versions()["llm-serving-testbed"] + "\n"
 
 
 @pytest.mark.parametrize(
@@ -227,47 +205,38 @@ def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (("run", "trace.rate=1,2"), "trace.rate=1,2 has several values: add -m to run each of them, or put them in "),
         (("run", "trace=jsonl", "trace.path=afile"), "afile:1: not JSON: Unterminated string starting at column 7"),
         (("run", "scheduler.victim={_target_: bad_syntax.X}"), "scheduler.victim: cannot make 'bad_syntax.X': /"),
-        (
-            ("run", "scheduler.victim={_target_: string.capword}"),
-            "scheduler.victim: cannot make 'string.capword': string has no 'capword'; did you mean 'capwords'?",
-        ),
+        (("run", "scheduler.victim={_target_: string.capword}"),
+         "scheduler.victim: cannot make 'string.capword': string has no 'capword'; did you mean 'capwords'?"),
         (("run", "scheduler.victim={_target_: leaves.X}"), "scheduler.victim: 'leaves.X' ends Python (SystemExit 3)"),
-        (
-            ("run", "scheduler.victim={_target_: nowhere.X}"),
-            "scheduler.victim: cannot make 'nowhere.X': there is no module 'nowhere' in ",
-        ),
-        (
-            ("run", "scheduler.victim={_target_: inside.needy.X}"),
-            "scheduler.victim: cannot make 'inside.needy.X': there is no module 'not_installed'; install it, or",
-        ),
+        (("run", "scheduler.victim={_target_: nowhere.X}"),
+         "scheduler.victim: cannot make 'nowhere.X': there is no module 'nowhere' in "),
+        (("run", "scheduler.victim={_target_: inside.needy.X}"),
+         "scheduler.victim: cannot make 'inside.needy.X': there is no module 'not_installed'; install it, or"),
         (("run", "cost=recorded", "cost.run=."), "no run at .: manifest.json is missing; name a folder that `testbed"),
         (("run", "from=."), "no run at .: config.yaml is missing; name a folder that `testbed run` wrote"),
         (("run", "cost=calibrated", "cost.path=."), "cost.path: . is a folder; name its calibration file; `testbed "),
         (("run", "cost=calibrated", "cost.path=afile"), "cost.path: afile is not JSON: Invalid control"),
         (("run", "cost=tables", "cost.path=."), ". is a folder, not a file; `testbed tables import` writes one"),
-        (
-            ("run", "scheduler.victim={_target_: queue.X}"),
-            "scheduler.victim: cannot make 'queue.X': 'queue' is a module that is there already (",
-        ),
+        (("run", "scheduler.victim={_target_: queue.X}"),
+         "scheduler.victim: cannot make 'queue.X': 'queue' is a module that is there already ("),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_called_what_it_is(
-    tmp_path: Path,
+    here: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    say: Say,
     arguments: tuple[str, ...],
     said: str,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "afile").write_text('{"a": "b\n')
-    (tmp_path / "bad_syntax.py").write_text("def x(:\n")
-    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
-    (tmp_path / "there.html").touch()
-    (tmp_path / "inside").mkdir()
-    (tmp_path / "inside" / "needy.py").write_text("import not_installed\n")
-    (tmp_path / "queue.py").write_text("class X: ...\n")
-    error = say(capsys, *arguments).error()
+    monkeypatch.syspath_prepend(here)
+    (here / "afile").write_text('{"a": "b\n')
+    (here / "bad_syntax.py").write_text("def x(:\n")
+    (here / "leaves.py").write_text("raise SystemExit(3)\n")
+    (here / "there.html").touch()
+    (here / "inside").mkdir()
+    (here / "inside" / "needy.py").write_text("import not_installed\n")
+    (here / "queue.py").write_text("class X: ...\n")
+    error = say(*arguments).error()
     assert error.startswith(said)
     assert "installed?" not in error
 
@@ -294,9 +263,7 @@ def test_the_demo_of_a_machine_with_a_gpu_is_not_scaled_by_a_probe(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
-def test_the_demo_makes_its_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_makes_its_report(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two policies, one seed: the road of `make demo` from profile to page, not its numbers."""
     pytest.importorskip("torch")
     profile, overrides, run_point = demo_real.profile, demo_real._real_overrides, demo_real.run_point
@@ -324,10 +291,9 @@ def test_the_demo_makes_its_report(
     }
     for name, value in few.items():
         monkeypatch.setattr(name, value)
-    said = say(capsys, "demo", "--quick", "--out", str(tmp_path / "demo"))
-    assert said.status == 0, said.err
+    said = say("demo", "--quick", "--out", str(tmp_path / "demo")).success()
     text = (tmp_path / "demo" / "report.html").read_text()
-    assert str(tmp_path / "demo" / "report.html") in said.out
+    assert str(tmp_path / "demo" / "report.html") in said
     assert "data:image/" in text
     assert "http://" not in text.replace("http://www.w3.org", "")
-    assert "not empty" in say(capsys, "demo", "--quick", "--out", str(tmp_path / "demo")).error()
+    assert "not empty" in say("demo", "--quick", "--out", str(tmp_path / "demo")).error()

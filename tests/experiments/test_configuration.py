@@ -17,6 +17,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
+from experiments import simulate
 from experiments.configuration import compose
 from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import GROUPS, RunConfig, register
@@ -27,7 +28,7 @@ from experiments.wiring.costs import build_cost
 from real.config import RealConfig
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, TestbedError
-from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say
+from tests.experiments.kit import REAL, SHORT, TINY, Say, config_of, manifest_of
 
 register()
 
@@ -66,24 +67,12 @@ CONTRACT: dict[str, Any] = {
 NAMES = {
     "backend": {"sim", "real"},
     "scheduler": {"vllm_v1", "prefill_first", "decode_first", "unified"},
-    "trace": {
-        "synthetic",
-        "azure",
-        "burstgpt",
-        "mooncake",
-        "bailian",
-        "sharegpt",
-        "jsonl",
-        "csv",
-        "parquet",
-        "servegen",
-        "lengths",
-        "agentic",
-    },
+    "trace": {"synthetic", "azure", "burstgpt", "mooncake", "bailian", "sharegpt", "jsonl", "csv", "parquet",
+              "servegen", "lengths", "agentic"},
     "model": {"qwen3_0.6b", "qwen3_8b", "qwen3_32b", "llama3.1_8b", "opt_125m", "tiny"},
     "device": {"h100", "h200", "a100", "rtx4090", "rtx_pro_6000", "cpu"},
     "cost": {"roofline", "recorded", "linear", "constant"},
-}
+}  # fmt: skip
 
 
 def test_the_names_that_are_a_contract_have_their_defaults() -> None:
@@ -252,71 +241,37 @@ SLIPS = [
 
 
 @pytest.mark.parametrize(("slip", "named"), SLIPS, ids=[slip for slip, _ in SLIPS])
-def test_a_slip_of_the_pen_is_one_line_with_the_nearest_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slip: str, named: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    error = say(capsys, "run", slip, "hydra.run.dir=run").error()
+def test_a_slip_of_the_pen_is_one_line_with_the_nearest_name(here: Path, say: Say, slip: str, named: list[str]) -> None:
+    error = say("run", slip, "hydra.run.dir=run").error()
     for name in named:
         assert name in error
-    assert not (tmp_path / "run" / "manifest.json").exists()
+    assert not (here / "run" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(
     ("slip", "named"),
     [("backend.pace=fast", "as_fast_as_possible"), ("backend.device=gpu", "cuda"), ("backend.attention=flsh", "torch")],
 )
-def test_options_of_the_engine_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], slip: str, named: str) -> None:
-    error = say(capsys, "run", "backend=real", slip, f"hydra.run.dir={tmp_path / 'run'}").error()
+def test_options_of_the_engine_too(tmp_path: Path, say: Say, slip: str, named: str) -> None:
+    error = say("run", "backend=real", slip, f"hydra.run.dir={tmp_path / 'run'}").error()
     assert slip.partition("=")[0] in error
     assert named in error
 
 
 RANGES = [
-    "cache.block_size=0",
-    "report.warmup_s=1.0e+18",
-    "record.status_s=1.0e+300",
-    "cache.block_size=513",
-    "cache.num_gpu_blocks=0",
-    "cache.num_cpu_blocks=-1",
-    "cache.gpu_memory_utilization=1.5",
-    "cache.gpu_memory_utilization=0",
-    "cache.watermark=1",
-    "cache.swap_space_gib=-1",
-    "cache.swap_space_gib=.nan",
-    "scheduler.max_num_seqs=0",
-    "scheduler.max_num_batched_tokens=0",
-    "scheduler.max_model_len=0",
-    "scheduler.max_model_len=1000000",
-    "scheduler.max_num_partial_prefills=0",
-    "scheduler.long_prefill_token_threshold=-1",
-    "scheduler.long_prefill_token_threshold=4096",
-    "scheduler.watermark=-0.1",
-    "trace.limit=0",
-    "trace.num_requests=0",
-    "trace.rate=0",
-    "trace.rate=-2",
-    "trace.rate=.nan",
-    "trace.rate_scale=0",
-    "trace.rate_scale=.nan",
-    "trace.start_s=-1",
-    "trace.end_s=0",
-    "trace.max_prompt_tokens=0",
-    "trace.vocab_size=0",
-    "trace.vocab_size=99999999",
-    "trace.cv=0",
-    "trace.prompt.value=0",
-    "trace.prompt.min_tokens=0",
-    "model.hidden_size=0",
-    "model.num_key_value_heads=3",
-    "device.tensor_parallel_size=0",
-    "device.memory_bytes=0",
-    "sampling.temperature=-1",
-    "sampling.max_tokens=0",
-    "seed=-1",
-    "seed=9223372036854775808",
-    "trace.seed=9223372036854775808",
-]
+    "cache.block_size=0", "report.warmup_s=1.0e+18", "record.status_s=1.0e+300", "cache.block_size=513",
+    "cache.num_gpu_blocks=0", "cache.num_cpu_blocks=-1", "cache.gpu_memory_utilization=1.5",
+    "cache.gpu_memory_utilization=0", "cache.watermark=1", "cache.swap_space_gib=-1", "cache.swap_space_gib=.nan",
+    "scheduler.max_num_seqs=0", "scheduler.max_num_batched_tokens=0", "scheduler.max_model_len=0",
+    "scheduler.max_model_len=1000000", "scheduler.max_num_partial_prefills=0",
+    "scheduler.long_prefill_token_threshold=-1", "scheduler.long_prefill_token_threshold=4096",
+    "scheduler.watermark=-0.1", "trace.limit=0", "trace.num_requests=0", "trace.rate=0", "trace.rate=-2",
+    "trace.rate=.nan", "trace.rate_scale=0", "trace.rate_scale=.nan", "trace.start_s=-1", "trace.end_s=0",
+    "trace.max_prompt_tokens=0", "trace.vocab_size=0", "trace.vocab_size=99999999", "trace.cv=0",
+    "trace.prompt.value=0", "trace.prompt.min_tokens=0", "model.hidden_size=0", "model.num_key_value_heads=3",
+    "device.tensor_parallel_size=0", "device.memory_bytes=0", "sampling.temperature=-1", "sampling.max_tokens=0",
+    "seed=-1", "seed=9223372036854775808", "trace.seed=9223372036854775808",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("override", RANGES)
@@ -329,13 +284,11 @@ def test_a_value_out_of_range_is_refused_before_anything_runs(tmp_path: Path, ov
     assert not (tmp_path / "run").exists()
 
 
-def test_a_misspelt_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'run'" in say(capsys, "rum").error()
+def test_a_misspelt_command_names_the_nearest(say: Say) -> None:
+    assert "'run'" in say("rum").error()
 
 
 def test_a_group_that_python_does_not_know_names_the_nearest() -> None:
-    from experiments import simulate
-
     with pytest.raises(ConfigError, match="did you mean 'scheduler'"):
         simulate([{"arrival_time": 0, "prompt_tokens": 2, "output_tokens": 1}], schedular="unified")
 
@@ -406,8 +359,8 @@ def test_what_a_resolver_cannot_do_is_said_of_its_key() -> None:
         compose_config(["slo.ttft_s=${oc.env:NO_SUCH_VARIABLE}"])
 
 
-def test_a_generated_trace_reads_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", "trace.path=conv.csv", f"hydra.run.dir={tmp_path / 'run'}")
+def test_a_generated_trace_reads_no_file(tmp_path: Path, say: Say) -> None:
+    said = say("run", "trace.path=conv.csv", f"hydra.run.dir={tmp_path / 'run'}")
     assert (said.status, "trace=synthetic reads no file; say what the file is, as trace=azure" in said.err) == (1, True)
 
 

@@ -4,38 +4,32 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.configuration.options import read_option
 from testbed.errors import ConfigError
 from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
-
-
-def mine(folder: Path, text: str, name: str = "device/mine") -> str:
-    """Writes an option of one's own; returns the override that finds it."""
-    file = folder / f"{name}.yaml"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text)
-    return f"hydra.searchpath=['file://{folder}']"
+from tests.experiments.kit import Say, option
 
 
 def test_an_own_device_has_what_its_file_says_and_the_rest_of_the_one_it_begins_with(tmp_path):
     text = "defaults: [a100, _self_]\nname: mine\nmemory_bytes: 48000000000\nflops_per_s: 2.5e14\n"
-    device = compose_config([mine(tmp_path, text), "device=mine", "device.step_overhead_ns=7"]).device
+    option(tmp_path, "device/mine", text)
+    place = f"hydra.searchpath=['file://{tmp_path}']"
+    device = compose_config([place, "device=mine", "device.step_overhead_ns=7"]).device
     assert (device.name, device.memory_bytes, device.flops_per_s) == ("mine", 48 * 10**9, 2.5e14)
     assert device.memory_bytes_per_s == 2.039e12  # the a100's
     assert device.step_overhead_ns == 7
 
 
-def test_a_device_file_beside_the_folder_is_a_thing_of_the_past(tmp_path, capsys):
-    assert main(["run", "device.path=mine.yaml", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
-    assert "device.path is gone: a device of your own is my_conf/device/mine.yaml, as" in capsys.readouterr().err
-    assert main(["run", "trace.num_requests=2", f"hydra.run.dir={tmp_path / 'old'}"]) == 0
+def test_a_device_file_beside_the_folder_is_a_thing_of_the_past(tmp_path, say):
+    gone = "device.path is gone: a device of your own is my_conf/device/mine.yaml, as"
+    assert gone in say("run", "device.path=mine.yaml", f"hydra.run.dir={tmp_path / 'run'}").error()
+    say("run", "trace.num_requests=2", f"hydra.run.dir={tmp_path / 'old'}").success()
     text = (config := tmp_path / "old" / "config.yaml").read_text()
-    for path, status in (("null", 0), ("mine.yaml", 1)):  # of a folder that is older
+    for path, told in (("null", ""), ("mine.yaml", "error: device.path is gone")):  # of a folder that is older
         config.write_text(text.replace("\ndevice:\n", f"\ndevice:\n  path: {path}\n"))
-        assert main(["run", f"from={tmp_path / 'old'}", f"hydra.run.dir={tmp_path / path}"]) == status
-    assert "device.path is gone" in capsys.readouterr().err
+        assert say("run", f"from={tmp_path / 'old'}", f"hydra.run.dir={tmp_path / path}").err.startswith(told)
+        assert (tmp_path / path / "done").exists() is (not told)
 
 
 def test_the_librarys_own_files_say_all_of_a_device():
@@ -79,12 +73,11 @@ def test_impossible_numbers_are_refused(field, value):
      "model.hidden_size=" + "9" * 400, "model.sliding_window=" + "9" * 400, "model.rope_theta=1e300"],
     ids=range(9),
 )  # fmt: skip
-def test_a_number_that_no_price_could_be_made_of_is_refused_where_it_is_given(tmp_path, capsys, override):
-    assert main(["run", override, f"hydra.run.dir={tmp_path / 'run'}"]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: {override.split('=')[0]} is ")
-    assert "it must be " in err
-    assert (err.count("\n"), len(err) < 200) == (1, True)
+def test_a_number_that_no_price_could_be_made_of_is_refused_where_it_is_given(tmp_path, say, override):
+    error = say("run", override, f"hydra.run.dir={tmp_path / 'run'}").error()
+    assert error.startswith(f"{override.split('=')[0]} is ")
+    assert "it must be " in error
+    assert len(error) < 192
     assert not (tmp_path / "run").exists()
 
 
@@ -96,12 +89,10 @@ def test_a_number_that_no_price_could_be_made_of_is_refused_where_it_is_given(tm
         ("memory_bytez: 3", "line 6: unknown key 'device.memory_bytez'; did you mean 'device.memory_bytes'?"),
     ],
 )
-def test_an_option_of_a_users_config_folder_is_named_by_file_and_line(tmp_path, capsys, line, message):
-    (tmp_path / "device").mkdir()
-    file = tmp_path / "device" / "mine.yaml"
-    file.write_text(f"defaults:\n  - _schema\n  - _self_\n\nname: mine\n{line}\n")
-    assert main(["run", "--config-dir", str(tmp_path), "device=mine", f"hydra.run.dir={tmp_path / 'run'}"]) == 1
-    assert f"{file}{':' if 'deeply' in message else ','} {message}" in capsys.readouterr().err
+def test_an_option_of_a_users_config_folder_is_named_by_file_and_line(tmp_path, say, line, message):
+    file = option(tmp_path, "device/mine", f"defaults:\n  - _schema\n  - _self_\n\nname: mine\n{line}\n")
+    error = say("run", "--config-dir", str(tmp_path), "device=mine", f"hydra.run.dir={tmp_path / 'run'}").error()
+    assert f"{file}{':' if 'deeply' in message else ','} {message}" in error
 
 
 @pytest.mark.parametrize(
@@ -111,71 +102,47 @@ def test_an_option_of_a_users_config_folder_is_named_by_file_and_line(tmp_path, 
         ("model", "head_dim: 64", "architecture, hidden_size, intermediate_size, num_hidden_layers, num_attention_he"),
     ],
 )
-def test_an_own_device_or_model_has_what_defines_it_or_begins_with_another(tmp_path, capsys, group, line, missing):
-    (tmp_path / group).mkdir()
-    file = tmp_path / group / "mine.yaml"
-    run = ["run", "--config-dir", str(tmp_path), f"{group}=mine", "trace.num_requests=2"]
-    file.write_text(f"defaults: [_schema, _self_]\nname: mine\n{line}\n")
-    assert main([*run, f"hydra.run.dir={tmp_path / 'refused'}"]) == 1
-    assert f"error: {file} lacks {missing}" in capsys.readouterr().err
-    file.write_text("path: nowhere\n")
-    assert main([*run, f"hydra.run.dir={tmp_path / 'refused'}"]) == 1
-    assert f"error: {file} lacks name, " in capsys.readouterr().err
-    file.write_text(f"defaults: [{'h100' if group == 'device' else 'tiny'}, _self_]\nname: mine\n{line}\n")
-    assert main([*run, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+def test_an_own_device_or_model_has_what_defines_it_or_begins_with_another(tmp_path, say, group, line, missing):
+    run = ["run", "--config-dir", str(tmp_path), f"{group}=mine", "trace.num_requests=2", f"hydra.run.dir={tmp_path}/r"]
+    file = option(tmp_path, f"{group}/mine", f"defaults: [_schema, _self_]\nname: mine\n{line}\n")
+    assert say(*run).error().startswith(f"{file} lacks {missing}")
+    option(tmp_path, f"{group}/mine", "path: nowhere\n")
+    assert say(*run).error().startswith(f"{file} lacks name, ")
+    begin = "h100" if group == "device" else "tiny"
+    option(tmp_path, f"{group}/mine", f"defaults: [{begin}, _self_]\nname: mine\n{line}\n")
+    say(*run).success()
 
 
 @pytest.mark.parametrize(
     ("files", "chosen", "said"),
     [
-        (
-            {"device/h100": "defaults: [h100, _self_]"},
-            [],
-            "device=h100 is the shipped option of that name; give the file",
-        ),
+        ({"device/h100": "defaults: [h100, _self_]"}, [],
+         "device=h100 is the shipped option of that name; give the file"),
         ({"experiment/watermark": "seed: 3"}, ["experiment=watermark"], "experiment=watermark is the shipped option"),
         ({"device/a": "defaults: [a, _self_]"}, ["device=a"], "a.yaml begins with itself (a → a); begin with another"),
         ({"device/a": "defaults: [b]", "device/b": "defaults: [a]"}, ["device=a"], "begins with itself (a → b → a)"),
         *[
             ({f"{group}/a": f"defaults: {wrong}"}, [f"{group}=a"], "a.yaml: defaults is")
             for group, wrong in (
-                ("device", "5"),
-                ("device", ""),
-                ("cost", "h100"),
-                ("model", "[5]"),
-                ("trace", "[[h100]]"),
-                ("scheduler", "{a: 1}"),
-                ("device", "[{a: b, c: d}]"),
-                ("device", '["", _self_]'),
+                ("device", "5"), ("device", ""), ("cost", "h100"), ("model", "[5]"), ("trace", "[[h100]]"),
+                ("scheduler", "{a: 1}"), ("device", "[{a: b, c: d}]"), ("device", '["", _self_]'),
             )
         ],
-        (
-            {"scheduler/a": "_target_: mine.Scheduler"},
-            ["scheduler=a"],
-            "scheduler._target_: the scheduler is always the",
-        ),
+        ({"scheduler/a": "_target_: mine.Scheduler"}, ["scheduler=a"],
+         "scheduler._target_: the scheduler is always the"),
     ],
-)
+)  # fmt: skip
 def test_an_option_that_is_shipped_too_or_is_no_option_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], chosen: list[str], said: str
+    tmp_path: Path, say: Say, files: dict[str, str], chosen: list[str], said: str
 ) -> None:
     for name, text in files.items():
-        file = tmp_path / f"{name}.yaml"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"{text}\n")
-    assert main(["run", f"--config-dir={tmp_path}", *chosen, f"hydra.run.dir={tmp_path / 'run'}"]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert said in error
+        option(tmp_path, name, f"{text}\n")
+    assert said in say("run", f"--config-dir={tmp_path}", *chosen, f"hydra.run.dir={tmp_path / 'run'}").error()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_launcher_of_ones_own_may_have_the_name_of_one_that_is_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "hydra" / "launcher" / "basic.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text("_target_: nowhere.Launcher\n")
-    arguments = ["run", "-m", f"--config-dir={tmp_path}", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    assert main(arguments) == 1
-    assert "nowhere" in capsys.readouterr().err, "Hydra takes the user's"
+def test_a_launcher_of_ones_own_may_have_the_name_of_one_that_is_no_file(tmp_path: Path, say: Say) -> None:
+    option(tmp_path, "hydra/launcher/basic", "_target_: nowhere.Launcher\n")
+    said = say("run", "-m", f"--config-dir={tmp_path}", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert said.status == 1
+    assert "nowhere" in said.err, "Hydra takes the user's"

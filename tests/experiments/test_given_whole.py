@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from experiments.configuration.compose import compose_config, compose_from, to_overrides
+from experiments.configuration.compose import compose_config, compose_from, compose_raw, to_overrides
 from testbed.errors import ConfigError
-from tests.experiments.kit import SHORT, TINY, say
+from tests.experiments.kit import SHORT, TINY, Say, option
 
 ORDER = "testbed.policies.orders.priority"
 
 
 def own(folder: Path, group: str, text: str) -> list[str]:
     """The overrides that choose an option of the user's with this text."""
-    (folder / group).mkdir(parents=True, exist_ok=True)
-    (folder / group / "mine.yaml").write_text(text)
+    option(folder, f"{group}/mine", text)
     return [f"hydra.searchpath=['file://{folder}']", f"{group}=mine"]
 
 
@@ -32,8 +31,6 @@ def own(folder: Path, group: str, text: str) -> list[str]:
 def test_an_own_file_may_give_a_mapping_for_a_key_that_is_given_whole(
     group: str, text: str, key: str, expected: str, tmp_path: Path
 ) -> None:
-    from experiments.configuration.compose import compose_raw
-
     raw = compose_raw(own(tmp_path, group, text))
     found = raw[group][key] if key else raw["scheduler"]["queue_order"]
     assert (expected or "_target_") in found
@@ -57,16 +54,15 @@ def test_one_parameter_of_what_the_option_gives_whole() -> None:
 WHOLE = f"scheduler.queue_order={{_target_: {ORDER}, ageing_per_s: 0.1}}"
 
 
-def test_one_parameter_of_what_an_override_gave_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_parameter_of_what_an_override_gave_whole(tmp_path: Path, say: Say) -> None:
     one = "scheduler.queue_order.ageing_per_s=0.2"
     config = compose_config([WHOLE, one])
     assert config.raw["scheduler"]["queue_order"] == {"_target_": ORDER, "ageing_per_s": 0.2}
     again = compose_from(dict(compose_config([WHOLE]).raw), [one])
     assert again.raw["scheduler"]["queue_order"]["ageing_per_s"] == 0.2
     run = ("run", "-m", *TINY, *SHORT, WHOLE, f"{one},0.3", f"hydra.sweep.dir={tmp_path / 's'}")
-    said = say(capsys, *run)
-    assert said.status == 0, said.err
-    assert "complete     2 points" in said.out
+    said = say(*run).success()
+    assert "complete     2 points" in said
 
 
 def test_from_python_as_a_mapping() -> None:

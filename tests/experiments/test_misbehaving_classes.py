@@ -12,40 +12,34 @@ from analysis.load import load_sweep
 from experiments.api import simulate
 from experiments.runs.run import execute
 from testbed.errors import TestbedError
-from tests.experiments.kit import SHORT, TINY, config_of, manifest_of, say, table_of, write_rows
+from tests.experiments.kit import SHORT, TINY, Say, config_of, manifest_of, table_of, write_rows
 
 MISBEHAVING = """
 from testbed.blocks.eviction import LRU
 from testbed.policies.compositions.unified import Unified
 from testbed.policies.queue_order import FCFS
 
-
 class HeadRaises(FCFS):
     def head(self, now_ns):
         raise ValueError("no head today")
-
 
 class HeadIsText(FCFS):
     def head(self, now_ns):
         return "a"
 
-
 class BindRaises(FCFS):
     def bind(self, context):
         raise KeyError("nothing")
 
-
 class Exits(FCFS):
     def head(self, now_ns):
         raise SystemExit(0)
-
 
 class FindsNone:
     def choose(self, running):
         return next(iter(()))
 
     price = choose
-
 
 class BindsNoPrice:
     def bind(self, context):
@@ -54,11 +48,9 @@ class BindsNoPrice:
     def price(self, shape):
         pass
 
-
 class ForgetsToAnswer:
     def allows(self, seq, running):
         pass
-
 
 class TakesABlock:
     def allows(self, seq, running):
@@ -67,16 +59,13 @@ class TakesABlock:
             break
         return True
 
-
 class SaysSwap:
     def mode(self, seq, num_blocks):
         return "swap"
 
-
 class SchedulesWaiting:
     def compose(self, step):
         step.schedule(step.head(), 5)
-
 
 class SchedulesTooMany:
     def compose(self, step):
@@ -87,23 +76,19 @@ class SchedulesTooMany:
             return step.admit(seq, step.blocks.lookup(seq), 1)  # again, which it may
         step.schedule(step.running()[0], 500)
 
-
 class OrdersTwice(Unified):
     def compose(self, step):
         super().compose(step)
         step.reorder([*step.running(), *step.running()])
 
-
 class OrdersAStranger:
     def compose(self, step):
         step.reorder([step.head()])
-
 
 class OrdersTooFew(Unified):
     def compose(self, step):
         super().compose(step)
         step.reorder(list(step.running())[:-1])
-
 
 class HasNoSlots(Unified):
     def compose(self, step):
@@ -113,32 +98,27 @@ class HasNoSlots(Unified):
             for seq in step.running():
                 step.schedule(seq, 1)
 
-
 class SchedulesTwice:
     def compose(self, step):
         seq = step.head()
         step.admit(seq, step.blocks.lookup(seq), 1)
         step.schedule(seq, 1)
 
-
 class AdmitsTooMany:
     def compose(self, step):
         seq = step.head()
         step.admit(seq, step.blocks.lookup(seq), 10**6)
-
 
 class SchedulesNothing:
     def compose(self, step):
         seq = step.head()
         step.admit(seq, step.blocks.lookup(seq), 0)
 
-
 class ResumesTooMany:
     def compose(self, step):
         seq = step.head()
         step.admit(seq, step.blocks.lookup(seq), 1)
         step.resume(seq, 10**6)
-
 
 class AdmitsAll:
     def compose(self, step):
@@ -148,11 +128,9 @@ class AdmitsAll:
         if not step.batch.seqs:
             step.decode()
 
-
 class NoMode:
     def mode(self, seq, num_blocks):
         return None
-
 
 class PreemptsTheSame:
     first = None
@@ -161,11 +139,9 @@ class PreemptsTheSame:
         self.first = self.first or next(iter(running.values()))
         return self.first
 
-
 class ChoosesANumber:
     def choose(self, running):
         return max(running)
-
 
 class Counting(LRU):
     calls = {"add": 0, "hit": 0}
@@ -177,42 +153,34 @@ class Counting(LRU):
     def hit(self, block):
         self.calls["hit"] += 1
 
-
 class BindRaisesAtTwo(FCFS):
     def bind(self, context):
         if context.seed == 2:
             raise KeyError("nothing")
 
-
 class HoldsLongOnes:
     def allows(self, seq, running):
         return seq.num_prompt_tokens <= 12
-
 
 class Mute(Exception):
     def __str__(self):
         raise RuntimeError("nothing to say")
 
-
 class RaisesMute:
     def allows(self, seq, running):
         raise Mute
-
 
 class Cancels:
     def allows(self, seq, running):
         raise GeneratorExit
 
-
 class AllowsNumber:
     allows = 5
-
 
 class AllowsRaises:
     @property
     def allows(self):
         raise ValueError("not today")
-
 
 class OthersRaise(FCFS):
     def __getattr__(self, name):
@@ -220,32 +188,25 @@ class OthersRaise(FCFS):
 """
 
 
-@pytest.fixture
-def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(autouse=True)
+def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "misbehaving.py").write_text(MISBEHAVING)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return "misbehaving"
 
 
 @pytest.mark.parametrize(
     ("key", "name", "words"),
     [
-        ("queue_order", "HeadRaises", ("misbehaving.py:9", "ValueError: no head today", "partial results kept")),
+        ("queue_order", "HeadRaises", ("misbehaving.py:8", "ValueError: no head today", "partial results kept")),
         ("queue_order", "HeadIsText", ("queue_order=misbehaving.HeadIsText", "docs/extending.md")),
-        ("queue_order", "BindRaises", ("misbehaving.py:19", "KeyError")),
-        ("queue_order", "Exits", ("misbehaving.py:24", "SystemExit")),
+        ("queue_order", "BindRaises", ("misbehaving.py:16", "KeyError")),
+        ("queue_order", "Exits", ("misbehaving.py:20", "SystemExit")),
         ("admission", "ForgetsToAnswer", ("allows() returned None", "misbehaving.ForgetsToAnswer")),
-        (
-            "victim",
-            "PreemptsTheSame",
-            ("the victim is not among the running sequences: ", "misbehaving.PreemptsTheSame"),
-        ),
-        (
-            "victim",
-            "ChoosesANumber",
-            ("int", "because scheduler.victim=misbehaving.ChoosesANumber returned what it may"),
-        ),
-        ("victim", "FindsNone", ("misbehaving.py:29: StopIteration (in", "partial results kept")),
+        ("victim", "PreemptsTheSame",
+         ("the victim is not among the running sequences: ", "misbehaving.PreemptsTheSame")),
+        ("victim", "ChoosesANumber",
+         ("int", "because scheduler.victim=misbehaving.ChoosesANumber returned what it may")),
+        ("victim", "FindsNone", ("misbehaving.py:24: StopIteration (in", "partial results kept")),
         ("admission", "RaisesMute", (": Mute: what it says cannot be read (in", "partial results kept")),
         ("admission", "Cancels", (": GeneratorExit (in scheduler.admission=", "partial results kept")),
         ("admission", "AllowsNumber", ("scheduler.admission: misbehaving.AllowsNumber lacks allows; ",)),
@@ -253,12 +214,11 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("queue_order", "OthersRaise", ("misbehaving.py:", ": KeyError: '", "(in scheduler.queue_order=misbehaving.O")),
         ("preemption", "NoMode", ("not a valid PreemptionMode", "misbehaving.NoMode")),
     ],
-)
+)  # fmt: skip
 def test_a_class_that_fails_is_named_in_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, key: str, name: str, words: tuple[str, ...]
+    say: Say, tmp_path: Path, key: str, name: str, words: tuple[str, ...]
 ) -> None:
-    said = say(
-        capsys, "run", *SHORT, *TINY, f"scheduler.{key}={{_target_: {misbehaving}.{name}}}", "cache.num_gpu_blocks=20",
+    said = say("run", *SHORT, *TINY, f"scheduler.{key}={{_target_: misbehaving.{name}}}", "cache.num_gpu_blocks=20",
         "cache.block_size=4", "trace.arrival=all_at_once", "trace.num_requests=20", f"hydra.run.dir={tmp_path}/run",
     )  # fmt: skip
     assert said.status == 1
@@ -266,19 +226,19 @@ def test_a_class_that_fails_is_named_in_one_line(
         assert word in said.error()
 
 
-def test_a_price_that_is_not_found_does_not_end_the_run_as_if_it_were_over(tmp_path: Path, misbehaving: str) -> None:
-    with pytest.raises(TestbedError, match=r"misbehaving.py:29: StopIteration \(in cost=misbehaving.FindsNone"):
-        simulate({"num_requests": 2}, folder=tmp_path / "run", cost={"_target_": f"{misbehaving}.FindsNone"})
+def test_a_price_that_is_not_found_does_not_end_the_run_as_if_it_were_over(tmp_path: Path) -> None:
+    with pytest.raises(TestbedError, match=r"misbehaving.py:24: StopIteration \(in cost=misbehaving.FindsNone"):
+        simulate({"num_requests": 2}, folder=tmp_path / "run", cost={"_target_": "misbehaving.FindsNone"})
 
 
 @pytest.mark.usefixtures("unrendered")
 def test_a_point_that_a_class_ends_before_it_begins_is_missed_until_it_is_made(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, monkeypatch: pytest.MonkeyPatch
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = f"scheduler.queue_order=fcfs,{{_target_: {misbehaving}.BindRaisesAtTwo}}"
+    own = "scheduler.queue_order=fcfs,{_target_: misbehaving.BindRaisesAtTwo}"
     sweep = ("run", "-m", *TINY, *SHORT, own, "seed=1,2", f"hydra.sweep.dir={tmp_path / 's'}")
     for _ in range(2):
-        assert "KeyError: 'nothing'" in say(capsys, *sweep).error()
+        assert "KeyError: 'nothing'" in say(*sweep).error()
         found = load_sweep(tmp_path / "s")
         ((folder, _),) = found.incomplete
         assert len(found.runs) == 3
@@ -286,36 +246,33 @@ def test_a_point_that_a_class_ends_before_it_begins_is_missed_until_it_is_made(
         assert manifest["status"] == "failed"
         assert "KeyError: 'nothing'" in manifest["failure"]
         assert manifest["swept"]["seed"] == "2"
-    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).status == 0
+    say("report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).success()
     assert "1 run of BindRaisesAtTwo failed" in (tmp_path / "r.md").read_text().replace("\\", "")
     (tmp_path / "misbehaving.py").write_text(MISBEHAVING.replace("seed == 2", "seed == 3"))
     monkeypatch.delitem(sys.modules, "misbehaving")
-    assert say(capsys, *sweep).status == 0
+    say(*sweep).success()
     found = load_sweep(tmp_path / "s")
     assert (len(found.runs), found.incomplete) == (4, ()), "of what did not begin nothing stays"
 
 
 @pytest.mark.parametrize(("num_tokens", "num_held", "num_unfit"), [(128, 1, 0), (16, 1, 1)])
 def test_what_an_admission_policy_holds_back_for_ever_is_no_request_that_cannot_fit(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, num_tokens: int, num_held: int, num_unfit: int
+    say: Say, tmp_path: Path, num_tokens: int, num_held: int, num_unfit: int
 ) -> None:
     rows = [{"arrival_time": 0, "prompt_tokens": size, "output_tokens": 2} for size in (4, 13, 20)[: 2 + num_unfit]]
-    own = f"scheduler.admission={{_target_: {misbehaving}.HoldsLongOnes}}"
-    error = say(
-        capsys, "run", *TINY, own, "trace=jsonl", f"trace.path={write_rows(tmp_path / 'rows.jsonl', rows)}",
+    own = "scheduler.admission={_target_: misbehaving.HoldsLongOnes}"
+    error = say("run", *TINY, own, "trace=jsonl", f"trace.path={write_rows(tmp_path / 'rows.jsonl', rows)}",
         f"scheduler.max_model_len={num_tokens}", f"hydra.run.dir={tmp_path / 'run'}",
     ).error()  # fmt: skip
     assert f"{num_held} of {len(rows)} requests were held back while nothing ran" in error
     assert "blocked by admission while nothing runs" in error
-    assert f"Let scheduler.admission={misbehaving}.HoldsLongOnes allow a request that is alone" in error
+    assert "Let scheduler.admission=misbehaving.HoldsLongOnes allow a request that is alone" in error
     assert ("could never fit" in error) == ("trace.max_prompt_tokens" in error) == bool(num_unfit)
 
 
-def test_a_run_that_a_class_ended_says_so_in_its_manifest(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str
-) -> None:
-    own = f"scheduler.queue_order={{_target_: {misbehaving}.HeadRaises}}"
-    say(capsys, "run", *TINY, *SHORT, own, f"hydra.run.dir={tmp_path / 'run'}")
+def test_a_run_that_a_class_ended_says_so_in_its_manifest(say: Say, tmp_path: Path) -> None:
+    own = "scheduler.queue_order={_target_: misbehaving.HeadRaises}"
+    say("run", *TINY, *SHORT, own, f"hydra.run.dir={tmp_path / 'run'}")
     assert "ValueError: no head today" in manifest_of(tmp_path / "run")["failure"]
 
 
@@ -335,45 +292,42 @@ def test_a_run_that_a_class_ended_says_so_in_its_manifest(
     ],
 )
 def test_a_composition_that_schedules_what_it_may_not_is_named_with_file_and_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str, name: str, words: tuple[str, ...]
+    say: Say, tmp_path: Path, name: str, words: tuple[str, ...]
 ) -> None:
-    said = say(
-        capsys, "run", *SHORT, *TINY, f"scheduler.composition={{_target_: {misbehaving}.{name}}}",
+    said = say("run", *SHORT, *TINY, f"scheduler.composition={{_target_: misbehaving.{name}}}",
         "trace.arrival=all_at_once", f"hydra.run.dir={tmp_path}/run",
     )  # fmt: skip
     error = said.error()
-    lines = MISBEHAVING[: MISBEHAVING.index("\n\n\n", MISBEHAVING.index(f"class {name}"))].splitlines()
+    lines = MISBEHAVING[: MISBEHAVING.index("\n\nclass ", MISBEHAVING.index(f"class {name}"))].splitlines()
     assert f"misbehaving.py:{len(lines)}: AssertionError: " in error, "the last line of the method is to blame"
     for word in words:
         assert word in error
 
 
 def test_a_run_that_a_class_ended_in_its_first_step_is_not_said_to_have_decided_otherwise(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str
+    tmp_path: Path, say: Say
 ) -> None:
-    own = f"scheduler.admission={{_target_: {misbehaving}.ForgetsToAnswer}}"
-    say(capsys, "run", *TINY, *SHORT, own, f"hydra.run.dir={tmp_path}/run").error()
-    error = say(capsys, "explain", f"{tmp_path}/run").error()
+    own = "scheduler.admission={_target_: misbehaving.ForgetsToAnswer}"
+    say("run", *TINY, *SHORT, own, f"hydra.run.dir={tmp_path}/run").error()
+    error = say("explain", f"{tmp_path}/run").error()
     assert "run ended early, in its first step or with record.steps=false" in error
     assert "allows() returned None, not True or False" in error
 
 
-def test_a_cost_model_that_cannot_be_bound_is_named(tmp_path: Path, misbehaving: str) -> None:
+def test_a_cost_model_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
     with pytest.raises(TestbedError, match=r"misbehaving\.py:\d+: LookupError: h100 \(in cost=misb"):
-        simulate({"num_requests": 2}, cost={"_target_": f"{misbehaving}.BindsNoPrice"}, folder=tmp_path / "run")
+        simulate({"num_requests": 2}, cost={"_target_": "misbehaving.BindsNoPrice"}, folder=tmp_path / "run")
 
 
-def test_a_class_that_takes_from_what_it_was_shown_ends_no_run_as_complete(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, misbehaving: str
-) -> None:
-    own = f"scheduler.admission={{_target_: {misbehaving}.TakesABlock}}"
+def test_a_class_that_takes_from_what_it_was_shown_ends_no_run_as_complete(tmp_path: Path, say: Say) -> None:
+    own = "scheduler.admission={_target_: misbehaving.TakesABlock}"
     more = ("trace.arrival=all_at_once", f"hydra.run.dir={tmp_path}/run")
-    error = say(capsys, "run", *SHORT, *TINY, own, *more).error()
+    error = say("run", *SHORT, *TINY, own, *more).error()
     assert "reference counts differ from the tables" in error
-    assert f"most likely because scheduler.admission={misbehaving}.TakesABlock returned" in error
+    assert "most likely because scheduler.admission=misbehaving.TakesABlock returned" in error
 
 
-def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Path, misbehaving: str) -> None:
+def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Path) -> None:
     options = (
         "scheduler.preemption={_target_: misbehaving.SaysSwap}",
         "cache.eviction={_target_: misbehaving.Counting}",
@@ -397,11 +351,9 @@ def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Pa
         ("scheduler.max_num_batched_tokens=9", "tokens in step 0, and scheduler.max_num_batched_tokens is 9"),
     ],
 )
-def test_a_composition_beyond_the_limits_is_refused_by_name(
-    tmp_path: Path, misbehaving: str, capsys: pytest.CaptureFixture[str], limit: str, said: str
-) -> None:
+def test_a_composition_beyond_the_limits_is_refused_by_name(tmp_path: Path, say: Say, limit: str, said: str) -> None:
     own = ("scheduler.composition={_target_: misbehaving.AdmitsAll}", "trace.arrival=all_at_once")
     folder = f"hydra.run.dir={tmp_path / 'run'}"
-    error = say(capsys, "run", *TINY, *SHORT, *own, limit, folder).error()
+    error = say("run", *TINY, *SHORT, *own, limit, folder).error()
     assert "scheduler.composition=misbehaving.AdmitsAll" in error
     assert said in error

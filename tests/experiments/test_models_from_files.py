@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli import main
 from experiments.configuration.compose import compose_config, compose_from
 from testbed.errors import ConfigError
-from tests.experiments.kit import latest
+from tests.experiments.kit import option
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -17,24 +16,23 @@ SHAPE = {
 }  # fmt: skip
 
 
-def of_model(folder, *overrides, **changes):
+def of_model(say, folder, *overrides, **changes):
     (folder / "config.json").write_text(json.dumps(SHAPE | changes))
     run = ["trace.num_requests=2", f"model.path={folder}", "overwrite=true", f"hydra.run.dir={folder / 'run'}"]
-    return main(["run", *latest(*run, *overrides)])
+    return say("run", *run, *overrides)
 
 
-def test_weights_quantised_in_a_way_that_is_not_priced_are_said(tmp_path, capsys):
+def test_weights_quantised_in_a_way_that_is_not_priced_are_said(tmp_path, say):
     what = f"{tmp_path} has weights quantised by 'awq' (not fp8 or compressed-tensors)"
     awq = {"quantization_config": {"quant_method": "awq"}}
-    assert of_model(tmp_path, **awq) == 0
-    assert f"note         {what}: they are priced, and take memory, as bfloat16" in capsys.readouterr().out
-    assert of_model(tmp_path, "cost=constant", "cache.num_gpu_blocks=null", "device=h100", **awq) == 0
-    assert f"note         {what}: they take memory as bfloat16" in capsys.readouterr().out
-    assert of_model(tmp_path, "cost=constant", "cache.num_gpu_blocks=100", **awq) == 0
-    assert what not in capsys.readouterr().out
+    priced = of_model(say, tmp_path, **awq).success()
+    assert f"note         {what}: they are priced, and take memory, as bfloat16" in priced
+    held = of_model(say, tmp_path, "cost=constant", "cache.num_gpu_blocks=null", "device=h100", **awq).success()
+    assert f"note         {what}: they take memory as bfloat16" in held
+    assert what not in of_model(say, tmp_path, "cost=constant", "cache.num_gpu_blocks=100", **awq).success()
     large = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 99}
-    assert of_model(tmp_path, "cache.num_gpu_blocks=null", "device=h100", **awq, **large) == 1
-    assert capsys.readouterr().err.startswith(f"error: {what}, which take memory as bfloat16 here: no room for one KV")
+    error = of_model(say, tmp_path, "cache.num_gpu_blocks=null", "device=h100", **awq, **large).error()
+    assert error.startswith(f"{what}, which take memory as bfloat16 here: no room for one KV")
 
 
 @pytest.mark.parametrize(
@@ -48,19 +46,16 @@ def test_weights_quantised_in_a_way_that_is_not_priced_are_said(tmp_path, capsys
         ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1]}, "it has experts in some layers only;"),
     ],
 )
-def test_a_model_whose_weights_and_operators_are_not_known_is_not_simulated(tmp_path, capsys, changes, why):
+def test_a_model_whose_weights_and_operators_are_not_known_is_not_simulated(tmp_path, say, changes, why):
     for options in ([], ["cost=constant", "cache.num_gpu_blocks=null"]):
-        assert of_model(tmp_path, *options, **changes) == 1
-        said = capsys.readouterr().err.strip()
-        assert said.startswith(f"error: model {tmp_path.name} (in {tmp_path}) cannot be simulated: {why}")
-        assert "\n" not in said
-    assert of_model(tmp_path, "cost=constant", "cache.num_gpu_blocks=100", **changes) == 0
+        error = of_model(say, tmp_path, *options, **changes).error()
+        assert error.startswith(f"model {tmp_path.name} (in {tmp_path}) cannot be simulated: {why}")
+    of_model(say, tmp_path, "cost=constant", "cache.num_gpu_blocks=100", **changes).success()
 
 
-def test_a_model_of_the_sizes_of_a_llama_is_priced_as_one(tmp_path, capsys):
-    assert of_model(tmp_path, architectures=["Olmo2ForCausalLM"]) == 0
-    said = "note         Olmo2ForCausalLM is priced as a Llama of its sizes: its small operators differ"
-    assert said in capsys.readouterr().out
+def test_a_model_of_the_sizes_of_a_llama_is_priced_as_one(tmp_path, say):
+    said = of_model(say, tmp_path, architectures=["Olmo2ForCausalLM"]).success()
+    assert "note         Olmo2ForCausalLM is priced as a Llama of its sizes: its small operators differ" in said
 
 
 def test_what_a_checkpoint_gives_cannot_be_set_beside_it(tmp_path: Path) -> None:
@@ -92,8 +87,7 @@ def test_nor_in_a_file_of_ones_own(tmp_path: Path) -> None:
         "model/mine": "defaults: [tiny, _self_]\ndtype: float16\n",
     }
     for name, text in files.items():
-        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "conf" / f"{name}.yaml").write_text(text)
+        option(tmp_path / "conf", name, text)
     for chosen, line in ((("experiment=half", f"model.path={tmp_path}"), 3), (("model=both",), 3)):
         with pytest.raises(ConfigError, match=rf"\.yaml, line {line}: model\.dtype has no effect with model\.path"):
             compose_config([place, *chosen])

@@ -10,7 +10,7 @@ from experiments.cli import main
 from experiments.configuration.compose import compose_config, compose_from
 from experiments.configuration.options import CONF
 from testbed.errors import ConfigError
-from tests.experiments.kit import SHORT, TINY, say
+from tests.experiments.kit import SHORT, TINY, Say, option
 
 WRONG = [
     ("scheduler.max_num_seqs=abc", "scheduler.max_num_seqs is 'abc'; it must be a whole number"),
@@ -24,16 +24,12 @@ WRONG = [
     ("model.name=", "model.name is ''; it must be a name"),
     ("model.name=null", "model.name is null; it must be a name"),
     ("device.name=", "device.name is ''; it must be a name"),
-    (
-        "scheduler={kv_rules: {full_length_must_fit: 2}}",
-        "scheduler.kv_rules.full_length_must_fit is '2'; it must be true or false",
-    ),
+    ("scheduler={kv_rules: {full_length_must_fit: 2}}",
+     "scheduler.kv_rules.full_length_must_fit is '2'; it must be true or false"),
     ("trace={prompt: 5}", "trace.prompt is '5'; it is a group of keys: set one as trace.prompt.<key>=<value>"),
-    (
-        "trace={transforms: {name: thin}}",
-        "trace.transforms is '{…}'; it must be a list, as in 'trace.transforms=[{name: thin, fraction: 0.5}]' (quoted "
-        "for the shell)",
-    ),
+    ("trace={transforms: {name: thin}}",
+     "trace.transforms is '{…}'; it must be a list, as in 'trace.transforms=[{name: thin, fraction: 0.5}]' (quoted "
+     "for the shell)"),
     ("trace.prompt=???", "trace.prompt is '???', which stands for a value that is missing; give one"),
     ("trace={prompt: {value: ???}}", "trace.prompt.value is '???', which stands for a value that is missing; give one"),
     (
@@ -41,7 +37,7 @@ WRONG = [
         "trace.agent.call is '5'; it is a group of keys: set one as trace.agent.call.<key>=<value>",
     ),
     ("trace.prompt=5", "trace.prompt is '5'; it is a group of keys: set one as trace.prompt.<key>=<value>"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("override", "expected"), WRONG)
@@ -56,7 +52,7 @@ def test_a_value_of_another_type_is_named_with_what_was_expected(override: str, 
 @pytest.mark.parametrize(
     "override", ["hydra.sweep.dir=x", "++hydra.run.dir=x", "hydra={verbose: true}", "hydra/launcher=basic"]
 )
-def test_a_key_of_hydras_is_refused_where_hydra_makes_no_run(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_of_hydras_is_refused_where_hydra_makes_no_run(override: str, say: Say) -> None:
     saved = dict(compose_config([]).raw)
     told = f"{override} has no effect here: Hydra's keys are of `testbed run` (with from=: hydra.run.dir); "
     told += "leave it out"
@@ -64,61 +60,48 @@ def test_a_key_of_hydras_is_refused_where_hydra_makes_no_run(override: str, caps
         with pytest.raises(ConfigError) as caught:
             compose()
         assert str(caught.value) == told
-    assert say(capsys, "calibrate", override).error() == told
+    assert say("calibrate", override).error() == told
 
 
-def test_a_key_that_only_begins_as_hydras_do_is_one_of_no_group(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["hydrant=1"], ["-m", "hydrant=1,2"]):
-        assert "unknown key 'hydrant'; at the top there are: " in say(capsys, "run", *arguments).error()
+def test_a_key_that_only_begins_as_hydras_do_is_one_of_no_group(say: Say) -> None:
+    assert "unknown key 'hydrant'; at the top there are: " in say("run", "-m", "hydrant=1,2").error()
 
 
 @pytest.mark.parametrize("value", ["1", "null", "[a]"])
-def test_hydra_itself_is_no_key(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hydra_itself_is_no_key(value: str, say: Say) -> None:
     told = f"hydra={value}: name one of Hydra's keys, as hydra.sweep.dir=<folder>"
-    assert say(capsys, "run", f"hydra={value}").error() == told
+    assert say("run", f"hydra={value}").error() == told
 
 
 @pytest.mark.parametrize("option", ["mine", "mine.yml"])
-def test_an_option_s_file_of_another_extension_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
+def test_an_option_s_file_of_another_extension_is_named(tmp_path: Path, say: Say, option: str) -> None:
     (file := tmp_path / "device" / "mine.yml").parent.mkdir()
     file.write_text("defaults: [h100]")
     told = f"{file}: the file of an option ends in .yaml; rename it to mine.yaml"
-    assert say(capsys, "run", "--config-dir", str(tmp_path), f"device={option}").error() == told
+    assert say("run", "--config-dir", str(tmp_path), f"device={option}").error() == told
     file.unlink()
     file.mkdir()
-    assert "device has no option" in say(capsys, "run", "--config-dir", str(tmp_path), f"device={option}").error()
+    assert "device has no option" in say("run", "--config-dir", str(tmp_path), f"device={option}").error()
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (
-            ["backend=vllm", "backend.num_replicas=2"],
-            "backend.num_replicas is a key of backend=sim or real; leave it out, or choose backend=sim",
-        ),
-        (
-            ["backend=real", "backend.swap_overlap=true"],
-            "backend.swap_overlap is a key of backend=sim; leave it out, or choose backend=sim",
-        ),
-        (
-            ["cost=constant", "cost.path=fit.json"],
-            "cost.path is a key of cost=tables or calibrated; leave it out, or choose cost=tables; cost=constant has: "
-            "step_s",
-        ),
-        (
-            ["cost=linear", "cost.path=fit.json"],
-            "cost.path is a key of cost=tables or calibrated; leave it out, or choose cost=tables; cost=linear has: "
-            "base_s, per_prefill_token_s, per_decode_s, per_decode_context_token_s, per_prefill_attention_pair_s, "
-            "per_swapped_block_s, per_copied_block_s",
-        ),
-        (
-            ["trace.spread_batches=true"],
-            "trace.spread_batches is a key of trace=mooncake; leave it out, or choose trace=mooncake",
-        ),
+        (["backend=vllm", "backend.num_replicas=2"],
+         "backend.num_replicas is a key of backend=sim or real; leave it out, or choose backend=sim"),
+        (["backend=real", "backend.swap_overlap=true"],
+         "backend.swap_overlap is a key of backend=sim; leave it out, or choose backend=sim"),
+        (["cost=constant", "cost.path=fit.json"],
+         "cost.path is a key of cost=tables or calibrated; leave it out, or choose cost=tables; cost=constant has: "
+         "step_s"),
+        (["cost=linear", "cost.path=fit.json"],
+         "cost.path is a key of cost=tables or calibrated; leave it out, or choose cost=tables; cost=linear has: "
+         "base_s, per_prefill_token_s, per_decode_s, per_decode_context_token_s, per_prefill_attention_pair_s, "
+         "per_swapped_block_s, per_copied_block_s"),
+        (["trace.spread_batches=true"],
+         "trace.spread_batches is a key of trace=mooncake; leave it out, or choose trace=mooncake"),
     ],
-)
+)  # fmt: skip
 def test_a_key_of_another_option_names_that_option(overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_config(overrides)
@@ -149,6 +132,7 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         ),
         (["hydra/job_logging=nope"], "hydra/job_logging has no option 'nope'; did you mean 'none'? "),
         (["report.question=a ${nope} b"], "report.question has ${nope}, and there is no key 'nope' to take the value "),
+        (["scheduler.victim={_target_: mine}"], "scheduler.victim._target_ is 'mine'; it must be a module and a class"),
         (["cache.foo=${nope}"], "unknown key 'cache.foo'; cache has: "),
         (["cache.block_size.x="], "unknown key 'cache.block_size.x'; cache.block_size has no keys of its own"),
         (["model.rope_scaling={}"], "model.rope_scaling.rope_type is missing; give it a value"),
@@ -162,10 +146,8 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
             "trace.transforms[0].seed is -1; it must be from 0 to ",
         ),
         (["trace.rate=${oc.env:NOT_SET_AT_ALL}"], 'trace.rate: KeyError raised while resolving interpolation: "Env'),
-        (
-            ["trace.rate=${trace.rate}"],
-            "trace.rate: Recursive interpolation detected: it asks for itself, maybe by way of others; give one",
-        ),
+        (["trace.rate=${trace.rate}"],
+         "trace.rate: Recursive interpolation detected: it asks for itself, maybe by way of others; give one"),
         (["hydra.sweep.subdir=${schedular.name}"], "hydra.sweep.subdir has ${schedular.name}, and there is no key "),
         (["scheduler.speculative_decoding=1"], "unknown key 'scheduler.speculative_decoding'; scheduler has: name"),
         (["scheduler.chunk_budget=1"], "unknown key 'scheduler.chunk_budget'; scheduler has: "),
@@ -191,29 +173,23 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["cache={prefix_caching: 2}"], "cache.prefix_caching is '2'; it must be true or false"),
         (["trace.transforms.thin=1"], "unknown key 'trace.transforms.thin'; trace.transforms has no keys of its own"),
         (["trace.transforms={name: thin}"], "trace.transforms is '{name: thin}'; it must be a list, as in "),
-        (
-            ["model=llama3.1_8b", "model.rope_scaling.fator=4"],
-            "unknown key 'model.rope_scaling.fator'; did you mean 'm",
-        ),
+        (["model=llama3.1_8b", "model.rope_scaling.fator=4"],
+         "unknown key 'model.rope_scaling.fator'; did you mean 'm"),
         (["slo.ttft_s=1" + "0" * 400], "slo.ttft_s=1000"),
-        (
-            ["experiment=watermark", "trace=azure", "trace.path=conv.csv"],
-            "experiment=watermark sets trace.num_requests, a key of trace=synthetic: leave trace=azure out, or sweep "
-            f"what {CONF / 'experiment' / 'watermark.yaml'} sweeps, without it",
-        ),
+        (["experiment=watermark", "trace=azure", "trace.path=conv.csv"],
+         "experiment=watermark sets trace.num_requests, a key of trace=synthetic: leave trace=azure out, or sweep "
+         f"what {CONF / 'experiment' / 'watermark.yaml'} sweeps, without it"),
         (["experiment=demo", "cost.step_s=1"], "cost.step_s is a key of cost=constant; leave it out, or choose cost=c"),
         (["record.explain=true", "record.steps=false"], "record.explain=true tells of steps, and record.steps is f"),
         (["slo.itl_max_s=1", "record.token_times=false"], "slo.itl_max_s is 1, and with record.token_times=false no g"),
-        (
-            ["experiment=watermark", "cache.watermrak=1"],
-            "unknown key 'cache.watermrak'; did you mean 'cache.watermark'",
-        ),
+        (["experiment=watermark", "cache.watermrak=1"],
+         "unknown key 'cache.watermrak'; did you mean 'cache.watermark'"),
     ],
-)
+)  # fmt: skip
 def test_what_hydra_does_not_say_well_is_said_before_it_composes(
-    overrides: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], expected: str, tmp_path: Path, say: Say
 ) -> None:
-    said = say(capsys, "run", *overrides, f"hydra.run.dir={tmp_path / 'run'}")
+    said = say("run", *overrides, f"hydra.run.dir={tmp_path / 'run'}")
     assert said.error().startswith(expected)
     assert not (tmp_path / "run").exists()
 
@@ -243,9 +219,9 @@ def test_a_key_that_is_given_twice_is_refused(
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_an_experiment_and_the_run_of_a_folder_are_not_both(order: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", *["from=a", "experiment=watermark"][::order]]) == 1
-    assert capsys.readouterr().err == "error: from= and experiment=watermark both say what is run; leave one out\n"
+def test_an_experiment_and_the_run_of_a_folder_are_not_both(order: int, say: Say) -> None:
+    error = say("run", *["from=a", "experiment=watermark"][::order]).error()
+    assert error == "from= and experiment=watermark both say what is run; leave one out"
 
 
 def test_a_text_that_is_empty_by_default_may_be_set_to_that() -> None:
@@ -256,10 +232,9 @@ def test_a_dollar_is_a_dollar_where_it_is_escaped() -> None:
     assert compose_config(["report.question='is ${seed} \\${nope}?'"]).report.question == "is 0 ${nope}?"
 
 
-def test_an_own_overlay_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "experiment" / "mine.yaml"
-    file.parent.mkdir()
+def test_an_own_overlay_names_its_file(tmp_path: Path, say: Say) -> None:
     run = ("run", "--config-dir", str(tmp_path), "experiment=mine", f"hydra.run.dir={tmp_path / 'run'}")
+    begin = "# @package _global_\ndefaults: [demo, {override /cost: constant}]\n"
     for text, expected in (
         ("cache:\n  blok_size: 3\n", "line 4: unknown key 'cache.blok_size'; did you mean 'cache.block_size'? "),
         ("trace:\n  path: x\nsed: 1\n", "line 5: unknown key 'sed'; did you mean 'seed'? "),
@@ -279,40 +254,35 @@ def test_an_own_overlay_names_its_file(tmp_path: Path, capsys: pytest.CaptureFix
         ("cache:\n", "line 3: cache is empty, and a run has its cache; give it keys, or leave the line out"),
         (f"slo:\n  ttft_s: {10**400}\n", "line 4: slo.ttft_s=1000"),
     ):
-        file.write_text("# @package _global_\ndefaults: [demo, {override /cost: constant}]\n" + text)
-        assert say(capsys, *run).error().startswith(f"{file}, {expected}")
-    file.write_text("# @package _global_\ndefaults: [demo, {override /cost: constant}]\ncost: {step_s: 1}\n")
-    assert (
-        say(capsys, *run, *TINY, "trace.num_requests=3", "cache.num_gpu_blocks=2000", "allow_ignored=true").status == 0
-    )
+        file = option(tmp_path, "experiment/mine", f"{begin}{text}")
+        assert say(*run).error().startswith(f"{file}, {expected}")
+    option(tmp_path, "experiment/mine", f"{begin}cost: {{step_s: 1}}\n")
+    say(*run, *TINY, "trace.num_requests=3", "cache.num_gpu_blocks=2000", "allow_ignored=true").success()
 
 
 def test_options_in_folders_of_a_folder_and_in_packages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "own_conf"
-    (folder / "record" / "deep").mkdir(parents=True)
+    option(folder, "record/deep/thin", "# @package record\ntoken_times: false\n")
     (folder / "__init__.py").touch()
-    (folder / "record" / "deep" / "thin.yaml").write_text("# @package record\ntoken_times: false\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for number, searched in enumerate((f"hydra.searchpath=[file://{folder}]", "hydra.searchpath=[pkg://own_conf]")):
         run = ("run", *TINY, *SHORT, searched, f"hydra.run.dir={tmp_path / str(number)}")
-        assert say(capsys, *run, "record=deep/thin").status == 0
-        assert "record has no option 'deep/thn'" in say(capsys, *run, "record=deep/thn", "overwrite=true").error()
-    assert "no package 'nowhere.conf'" in say(capsys, "run", "hydra.searchpath=[pkg://nowhere.conf]").error()
+        say(*run, "record=deep/thin").success()
+        assert "record has no option 'deep/thn'" in say(*run, "record=deep/thn", "overwrite=true").error()
+    assert "no package 'nowhere.conf'" in say("run", "hydra.searchpath=[pkg://nowhere.conf]").error()
 
 
-def test_several_overlays_and_one_without_its_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_overlays_and_one_without_its_first_line(tmp_path: Path, say: Say) -> None:
     compose_config(["experiment=[demo,admission]", "cache.watermark=${scheduler.watermark}"])
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("cache: {block_size: 32}\n")
     for text, expected in (
         ("cache: {block_size: 32}\n", ": an overlay begins with the line '# @package _global_'"),
         ("", ": an overlay begins with the line '# @package _global_'"),
         ("seed: 1\ncache: [1\n", ", line 3: not YAML: expected ',' or ']', but got '<stream end>'"),
     ):
-        (tmp_path / "experiment" / "mine.yaml").write_text(text)
-        said = say(capsys, "run", f"--config-dir={tmp_path}", "experiment=mine", f"hydra.run.dir={tmp_path / 'a'}")
+        option(tmp_path, "experiment/mine", text)
+        said = say("run", f"--config-dir={tmp_path}", "experiment=mine", f"hydra.run.dir={tmp_path / 'a'}")
         assert said.error().endswith(f"mine.yaml{expected}")
 
 
@@ -321,10 +291,10 @@ def test_several_overlays_and_one_without_its_first_line(tmp_path: Path, capsys:
     [("launcher=ray", "'.[ray]' in the repository"), ("launcher=submitit_slurm", "'.[slurm]' in the repository")],
 )
 def test_a_launcher_that_is_not_installed_names_what_to_install(
-    plugin: str, what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plugin: str, what: str, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("experiments.configuration.options.Library.names", lambda library, group: ["basic"])
-    error = say(capsys, "run", "-m", f"hydra/{plugin}", "seed=0,1").error()
+    error = say("run", "-m", f"hydra/{plugin}", "seed=0,1").error()
     assert error.endswith(f"needs a package that is not installed: pip install {what}")
 
 
@@ -332,15 +302,6 @@ def test_a_value_may_be_taken_from_what_is_given_whole() -> None:
     whole = "trace.turn_prompt={kind: constant, value: 9}"
     config = compose_config([whole, "report.question='${trace.turn_prompt.kind}?'"])
     assert config.report.question == "constant?"
-
-
-def test_an_own_option_of_another_type_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "mine.yaml").write_text("defaults: [default]\nprefix_caching: maybe\n")
-    run = ["run", "--config-dir", str(tmp_path), "cache=mine", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert main(run) == 1
-    expected = f"{tmp_path}/cache/mine.yaml, line 2: cache.prefix_caching is 'maybe'; it must be true or false"
-    assert expected in capsys.readouterr().err
 
 
 GONE = (
@@ -353,10 +314,10 @@ GONE = (
     ("value", "more"), [("true", ()), ("false", ()), ("false", ("backend=real",)), ("false,true", ("--multirun",))]
 )
 def test_a_setting_that_is_gone_says_why_it_is_not_needed(
-    value: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    value: str, more: tuple[str, ...], tmp_path: Path, say: Say
 ) -> None:
     folders = (f"hydra.run.dir={tmp_path / 'run'}", f"hydra.sweep.dir={tmp_path / 'sweep'}")
-    said = say(capsys, "run", f"backend.fast_forward={value}", *more, *folders)
+    said = say("run", f"backend.fast_forward={value}", *more, *folders)
     assert said.status != 0
     assert (said.out, said.err) == ("", GONE)
     assert not (tmp_path / "run").exists()
@@ -394,16 +355,16 @@ def test_a_name_is_no_way_to_choose() -> None:
         ("scheduler/mine", "defaults: [a b]", (), "In 'scheduler/mine': Could not load 'scheduler/a b'."),
         ("model/mine", "_target_: mine.Model", (), "model._target_: no class of your own stands for model; give its"),
         ("cache/mine", "_target_: mine.Cache", (), "cache._target_: no class of your own stands for cache; give its"),
+        ("cache/mine", "defaults: [default]\nprefix_caching: maybe\n", (),
+         "FILE, line 2: cache.prefix_caching is 'maybe'; it must be true or false"),
         ("cost/mine", "_target_: mine cost.Price", (),
          "FILE, line 1: cost._target_ is 'mine cost.Price'; it must be a module and a class in it, as mine.Class"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_an_own_option_names_its_file(
-    file: str, text: str, more: tuple[str, ...], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, text: str, more: tuple[str, ...], error: str, tmp_path: Path, say: Say
 ) -> None:
-    option = tmp_path / f"{file}.yaml"
-    option.parent.mkdir()
-    option.write_text(text)
-    said = say(capsys, "run", "--config-dir", str(tmp_path), file.replace("/", "="), *more, "trace.num_requests=2")
-    assert said.error().startswith(error.replace("FILE", str(option)))
+    written = option(tmp_path, file, text)
+    said = say("run", "--config-dir", str(tmp_path), file.replace("/", "="), *more, "trace.num_requests=2")
+    assert said.error().startswith(error.replace("FILE", str(written)))
     assert "Config search path" not in said.error(), "all places where Hydra looks"

@@ -17,7 +17,7 @@ from experiments.configuration.saved import read_config
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
-from tests.experiments.kit import SHORT, TINY, decisions_of, manifest_of, say, table_of
+from tests.experiments.kit import SHORT, TINY, Say, decisions_of, manifest_of, option, table_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 MINE = '''
@@ -91,28 +91,26 @@ def test_a_users_file_may_have_the_name_of_a_module_that_we_use(home: Path) -> N
 
 
 def test_a_run_of_ones_own_class_is_repeated_from_another_folder(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, say: Say
 ) -> None:
-    assert say(capsys, "run", *BURST, "scheduler.queue_order={_target_: mine.LastComeFirst}").status == 0
+    say("run", *BURST, "scheduler.queue_order={_target_: mine.LastComeFirst}").success()
     (home / "elsewhere").mkdir()
     monkeypatch.chdir(home / "elsewhere")
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(home)])
     sys.modules.pop("mine", None)
-    said = say(capsys, "run", f"from={home / 'run'}", "hydra.run.dir=again")
-    assert said.status == 0, said.err
+    say("run", f"from={home / 'run'}", "hydra.run.dir=again").success()
     assert manifest_of(home / "run")["digest"] == manifest_of(Path("again"))["digest"]
 
 
 BURST = (*TINY, *SHORT, "trace.arrival=all_at_once", "record.decisions=true", "hydra.run.dir=run")
 
 
-def test_a_composition_with_parameters(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", *BURST, "scheduler.composition={_target_: mine.OneAtATime, budget: 3}")
-    assert said.status == 0, said.err
+def test_a_composition_with_parameters(home: Path, say: Say) -> None:
+    say("run", *BURST, "scheduler.composition={_target_: mine.OneAtATime, budget: 3}").success()
     assert max(sum(line["scheduled"].values()) for line in decisions_of(home / "run")) == 3
 
 
-def test_lists_and_mappings_come_as_pythons_own(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_and_mappings_come_as_pythons_own(home: Path, say: Say) -> None:
     """Hydra's own are no lists, and every look into one takes a hundred times as long."""
     takes = """
 class Takes(Eldest):
@@ -121,13 +119,10 @@ class Takes(Eldest):
 """
     (home / "mine.py").write_text(MINE + takes)
     parameters = "edges: [1, 2], lengths: {chat: [3]}"
-    said = say(capsys, "run", *BURST, f"scheduler.victim={{_target_: mine.Takes, {parameters}}}")
-    assert said.status == 0, said.err
+    say("run", *BURST, f"scheduler.victim={{_target_: mine.Takes, {parameters}}}").success()
 
 
-def test_it_takes_the_place_of_a_presets_class_and_of_its_parameters(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_takes_the_place_of_a_presets_class_and_of_its_parameters(home: Path, say: Say) -> None:
     """The preset's composition has parameters, which this one has not."""
     target = {"_target_": "mine.OneAtATime"}
     own = "scheduler.composition={_target_: mine.OneAtATime, budget: 2}"
@@ -140,8 +135,7 @@ def test_it_takes_the_place_of_a_presets_class_and_of_its_parameters(
         ("in", ["run", "from=run", "scheduler={composition: {_target_: mine.OneAtATime}}", "hydra.run.dir=in"], {}),
     )
     for name, arguments, parameters in runs:
-        said = say(capsys, *arguments)
-        assert said.status == 0, said.err
+        say(*arguments).success()
         folder = next((home / name).glob("**/config.yaml")).parent
         assert read_config(folder)["scheduler"]["composition"] == target | parameters
     assert shlex.split(manifest_of(home / "run")["command"]).count(own) == 1
@@ -171,30 +165,27 @@ class Asks(OneAtATime):
     assert "asked" in sys.modules["mine"].SEEN
 
 
-def test_a_queue_order(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_queue_order(home: Path, say: Say) -> None:
     more = ("scheduler.queue_order={_target_: mine.LastComeFirst}", "scheduler.max_num_seqs=1")
-    assert say(capsys, "run", *BURST, *more).status == 0
+    say("run", *BURST, *more).success()
     first = [name for line in decisions_of(home / "run") for name in line["cached_tokens"]]
     assert first == table_of(home / "run")["request_id"].to_pylist()
     starts = table_of(home / "run").sort_by("first_scheduled_ns")["request_id"].to_pylist()
     assert starts == sorted(starts, key=lambda name: int("".join(filter(str.isdigit, name))), reverse=True)
 
 
-def test_a_victim_and_an_eviction(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_victim_and_an_eviction(home: Path, say: Say) -> None:
     more = ("scheduler.victim={_target_: mine.Eldest}", "cache.eviction={_target_: mine.Watched}")
     tight = ("cache.num_gpu_blocks=9", "trace.output={kind: uniform, min_tokens: 8, max_tokens: 12}")
-    said = say(capsys, "run", *BURST, *more, *tight, "trace.num_requests=12")
-    assert said.status == 0, said.err
+    say("run", *BURST, *more, *tight, "trace.num_requests=12").success()
     assert {"victim", "eviction"} <= set(sys.modules["mine"].SEEN)
 
 
-def test_a_cost_model_and_a_trace_of_a_folder_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for group, text in (("cost", "_target_: mine.Slow\nbase_us: 7\n"), ("trace", "_target_: mine.my_trace\nnum: 4\n")):
-        (home / "conf" / group).mkdir(parents=True)
-        (home / "conf" / group / "ours.yaml").write_text(text)
+def test_a_cost_model_and_a_trace_of_a_folder_of_ones_own(home: Path, say: Say) -> None:
+    option(home / "conf", "cost/ours", "_target_: mine.Slow\nbase_us: 7\n")
+    option(home / "conf", "trace/ours", "_target_: mine.my_trace\nnum: 4\n")
     arguments = ("--config-dir", "conf", *TINY, "cost=ours", "trace=ours", "hydra.run.dir=run")
-    said = say(capsys, "run", *arguments)
-    assert said.status == 0, said.err
+    say("run", *arguments).success()
     steps = table_of(home / "run", "steps").to_pylist()
     for step in steps:
         num_tokens = step["num_decode_tokens"] + step["num_prefill_tokens"]
@@ -202,68 +193,62 @@ def test_a_cost_model_and_a_trace_of_a_folder_of_ones_own(home: Path, capsys: py
     assert table_of(home / "run")["request_id"].to_pylist() == [f"mine-{i}" for i in range(4)]
     assert manifest_of(home / "run")["trace"]["name"] == "mine"
     assert manifest_of(home / "run")["cost"] == "mine.Slow"
-    assert say(capsys, "run", "from=run", "hydra.run.dir=again").status == 0
+    say("run", "from=run", "hydra.run.dir=again").success()
     assert manifest_of(home / "again")["digest"] == manifest_of(home / "run")["digest"]
-    error = say(capsys, "run", *arguments, "cost.base_us=-1", "overwrite=true").error()
+    error = say("run", *arguments, "cost.base_us=-1", "overwrite=true").error()
     assert "mine.Slow" in error
     assert "base_us is negative" in error
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_options_of_a_folder_of_ones_own_are_searched_and_compared_too(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for group, text in (("cost", "_target_: mine.Slow\nbase_us: 700\n"), ("scheduler", "defaults: [unified]\n")):
-        (home / "conf" / group).mkdir(parents=True)
-        (home / "conf" / group / "ours.yaml").write_text(text)
+def test_options_of_a_folder_of_ones_own_are_searched_and_compared_too(home: Path, say: Say) -> None:
+    option(home / "conf", "cost/ours", "_target_: mine.Slow\nbase_us: 700\n")
+    option(home / "conf", "scheduler/ours", "defaults: [unified]\n")
     own = ("--config-dir", "conf", "cost=ours", "scheduler=ours")
     sizes = ("trace.max_prompt_tokens=32", "trace.max_output_tokens=8")
     load = (*sizes, "trace.num_requests=40", "trace.rate=20", "slo.ttft_s=0.5", "slo.attainment=0.9")
-    said = say(capsys, "capacity", *own[:-1], "scheduler=ours,decode_first", *TINY, *load, "--out", "cap")
-    assert said.status == 0, said.err
-    assert "| ours " in said.out
-    assert say(capsys, "run", *own, *TINY, *load, "hydra.run.dir=run").status == 0
-    said = say(capsys, "fidelity", "run", *own)
-    assert said.status == 0, said.err
-    assert "cost=mine.Slow" in said.out
-    (mean,) = [line for line in said.out.splitlines() if line.startswith("| TTFT mean")]
+    said = say("capacity", *own[:-1], "scheduler=ours,decode_first", *TINY, *load, "--out", "cap").success()
+    assert "| ours " in said
+    say("run", *own, *TINY, *load, "hydra.run.dir=run").success()
+    said = say("fidelity", "run", *own).success()
+    assert "cost=mine.Slow" in said
+    (mean,) = [line for line in said.splitlines() if line.startswith("| TTFT mean")]
     assert mean.split("|")[-2].strip() == "0.0", "simulated as it was"
-    assert say(capsys, "report", "run", "--out", "r.html").status == 0
+    say("report", "run", "--out", "r.html").success()
     page = (home / "r.md").read_text().replace("\\", "")
     assert re.search(r"\| cost = mine\.Slow\(base_us=700\), file [0-9a-f]{8}", page), "what stands behind the name"
     assert f"| commands were given in | {home} |" in page
     for command in (("capacity", *load), ("fidelity", "run"), ("calibrate",)):
-        error = say(capsys, *command, "--config-dir", "nowhere", "cost=ours").error()
+        error = say(*command, "--config-dir", "nowhere", "cost=ours").error()
         assert "name a folder of your own options" in error
 
 
 @pytest.mark.parametrize("more", [(), ("hydra.verbose=false",), ("-m",)], ids=["alone", "by Hydra's app", "a sweep"])
 @pytest.mark.parametrize("begins", ["vllm_v1", "_schema"])
 def test_a_preset_of_ones_own_has_its_files_name_and_not_that_of_the_one_it_begins_with(
-    home: Path, capsys: pytest.CaptureFixture[str], begins: str, more: tuple[str, ...]
+    home: Path, say: Say, begins: str, more: tuple[str, ...]
 ) -> None:
     (home / "conf/scheduler").mkdir(parents=True)
     (home / "conf/scheduler/ours.yaml").write_text(f"defaults: [{begins}, _self_]\nmax_num_seqs: 4\n")
     (home / "conf/scheduler/named.yaml").write_text("defaults: [ours, _self_]\nname: by its file\n")
     into = ("hydra.sweep.dir=runs",) if "-m" in more else ("hydra.run.dir=runs/one",)
-    for option, name in (("ours", "ours"), ("named", "by its file")):
-        chosen = ("--config-dir", "conf", f"scheduler={option}", *TINY, *SHORT, *into, *more)
-        said = say(capsys, "run", *chosen, "overwrite=true")
-        assert said.status == 0, said.err
+    for chosen, name in (("ours", "ours"), ("named", "by its file")):
+        run = ("--config-dir", "conf", f"scheduler={chosen}", *TINY, *SHORT, *into, *more)
+        said = say("run", *run, "overwrite=true").success()
         folders = sorted(path.parent for path in (home / "runs").glob("*/done"))
         assert name in [read_config(folder)["scheduler"]["name"] for folder in folders]
         if "-m" not in more:
-            assert f"scheduler={name}, " in said.out
+            assert f"scheduler={name}, " in said
 
 
-def test_a_cost_model_and_a_trace_from_python(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cost_model_and_a_trace_from_python(home: Path, say: Say) -> None:
     sys.path.append(str(home))  # as Python has the folder where it was started
     trace, cost = {"_target_": "mine.my_trace", "num": 4}, {"_target_": "mine.Slow", "base_us": 7}
     run = simulate(trace, cost=cost, folder="run")
     assert (run.config["trace"], run.config["cost"]) == (trace, cost)
     assert (run.steps["end_ns"] - run.steps["start_ns"] >= 7000).all()
     assert run.manifest["given"]["cost"] == "{_target_:mine.Slow,base_us:7}"
-    assert say(capsys, "run", "from=run", "hydra.run.dir=again").status == 0
+    say("run", "from=run", "hydra.run.dir=again").success()
     assert manifest_of(home / "again")["digest"] == run.manifest["digest"]
     with pytest.raises(ConfigError, match="base_us is negative"):
         simulate(trace, cost=cost | {"base_us": -1})
@@ -302,47 +287,36 @@ class Weighs:
             "it has no parameter 'input_weigth'; did you mean 'input_weight'? valid: input_weight, output_weight",
         ),
         ("testbed.policies.compositions.Static", "testbed.policies.compositions has no 'Static'"),
+        ("other.Nothing", "other has no 'Nothing'"),
+        ("nowhere.Thing", "or where PYTHONPATH says; run testbed where nowhere.py lies"),
+        ("mine.Slow", "TypeError: Slow.__init__() missing 1 required positional argument: 'base_us'"),
         ("nul_bytes.X", "nul_bytes.py: source code string cannot contain null bytes; mend it there"),
         ("nul_bytes.X.Inner", "nul_bytes.X: source code string cannot contain null bytes; mend it there"),
         ("half.X.Inner", "half.py:1: '(' was never closed; mend it there"),
     ],
 )
 def test_what_fails_in_the_making_is_told_with_its_kind_and_place(
-    home: Path, capsys: pytest.CaptureFixture[str], choice: str, expected: str
+    home: Path, say: Say, choice: str, expected: str
 ) -> None:
     (home / "other.py").write_text(FAILS)
     (home / "nul_bytes.py").write_text("X = 1\0\n")
     (home / "half.py").write_text("X = (\n")
-    error = say(capsys, "run", *TINY, f"scheduler.queue_order={{_target_: {choice}}}").error()
+    error = say("run", *TINY, f"scheduler.queue_order={{_target_: {choice}}}", "hydra.run.dir=run").error()
     assert error.startswith(f"scheduler.queue_order: cannot make {choice.partition(',')[0]!r}: ")
     assert error.endswith(expected)
+    assert not (home / "run").exists()
 
 
-def test_an_option_of_our_own_class_that_is_on_or_off_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_of_our_own_class_that_is_on_or_off_takes_nothing_else(say: Say) -> None:
     target = "testbed.policies.compositions.unified.Unified, threshold_when_alone: maybe"
-    error = say(capsys, "run", *TINY, f"scheduler.composition={{_target_: {target}}}").error()
+    error = say("run", *TINY, f"scheduler.composition={{_target_: {target}}}").error()
     assert error == "scheduler.composition.threshold_when_alone is 'maybe'; it must be true or false"
-
-
-@pytest.mark.parametrize(
-    ("target", "named"),
-    [("mine.Nothing", "Nothing"), ("nowhere.Thing", "nowhere"), ("mine", "mine"), ("mine.Slow", "base_us")],
-)
-def test_what_cannot_be_made_is_one_line(
-    home: Path, capsys: pytest.CaptureFixture[str], target: str, named: str
-) -> None:
-    error = say(capsys, "run", *BURST, f"scheduler.victim={{_target_: {target}}}").error()
-    assert "scheduler.victim" in error
-    assert named in error
-    assert not (home / "run" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(
     "read", ["seq.request.forced_output", "seq.token_limit", "seq.foreseen_end", "seq.first_tokens(10**6)[9:]"]
 )
-def test_a_class_that_reads_how_long_an_output_will_be_is_refused(
-    home: Path, capsys: pytest.CaptureFixture[str], read: str
-) -> None:
+def test_a_class_that_reads_how_long_an_output_will_be_is_refused(home: Path, say: Say, read: str) -> None:
     """Also in what it derives from. An oracle may: it is where the truth comes from."""
     peeking = f"""
 from testbed.policies.orders import KeyedQueue
@@ -382,17 +356,17 @@ class Honest:
     victims = [f"scheduler.victim={{_target_: {name}}}" for name in ("mine.Victim", "other.ByModule", "other.ByName")]
     orders = [f"scheduler.queue_order={{_target_: mine.{name}}}" for name in ("order", "by_helper")]
     for key in (*victims, *orders):
-        error = say(capsys, "run", *BURST, key).error()
+        error = say("run", *BURST, key).error()
         name = read.rpartition(".")[2].partition("(")[0]
         assert f"reads {name}, which says how long an output will be" in error
         assert "context.oracle.predict(seq)" in error
-    assert say(capsys, "run", *BURST, "scheduler.victim={_target_: other.Honest}").status == 0
+    say("run", *BURST, "scheduler.victim={_target_: other.Honest}").success()
     oracle = ("scheduler.oracle={_target_: mine.Oracle}", "scheduler.queue_order=srpt", "overwrite=true")
-    assert say(capsys, "run", *BURST, *oracle).status == 0
+    say("run", *BURST, *oracle).success()
 
 
 def test_one_that_reads_it_is_refused_where_it_is_installed_or_has_no_source(
-    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    home: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = home / "site-packages"
     installed.mkdir()
@@ -402,7 +376,7 @@ def test_one_that_reads_it_is_refused_where_it_is_installed_or_has_no_source(
     (installed / "installed_policy.py").write_text(reads + victim)
     (home / "other.py").write_text("import installed_policy\nexec('class Made(installed_policy.Victim): pass')\n")
     for name in ("installed_policy.Victim", "other.Made"):
-        error = say(capsys, "run", *BURST, f"scheduler.victim={{_target_: {name}}}").error()
+        error = say("run", *BURST, f"scheduler.victim={{_target_: {name}}}").error()
         assert f"{name} reads forced_output, which says how long an output will be" in error
 
 
@@ -423,8 +397,8 @@ def test_a_class_may_derive_from_its_protocol(name: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["cost", "trace"])
-def test_a_class_for_a_whole_group_is_told_where_it_goes(capsys: pytest.CaptureFixture[str], group: str) -> None:
+def test_a_class_for_a_whole_group_is_told_where_it_goes(say: Say, group: str) -> None:
     for override in (f"{group}={{_target_: mine.Own}}", f"{group}._target_=mine.Own"):
-        error = say(capsys, "run", override).error()
+        error = say("run", override).error()
         assert error.startswith(f"{group}._target_: {group} is a whole group")
         assert f"as my_conf/{group}/mine.yaml; choose it with --config-dir=my_conf {group}=mine" in error

@@ -12,7 +12,7 @@ import pytest
 
 from analysis.load import load_run
 from experiments.wiring.foreign import own_classes
-from tests.experiments.kit import SHORT, TINY, config_of, say
+from tests.experiments.kit import SHORT, TINY, Say, config_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 MINE = '''
@@ -59,18 +59,15 @@ NUMBER = 3
 TWO = "report.plots=[{_target_: mine.dots, column: tpot_s}, {_target_: mine.Histogram, bins: 5}]"
 
 
-def test_the_plots_that_a_sweep_states_are_in_its_report(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plots_that_a_sweep_states_are_in_its_report(home: Path, monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
     """Also if the runs were finished when they were stated, and if the report is made elsewhere."""
     sweep = ("run", "-m", *TINY, *SHORT, "scheduler=vllm_v1,sarathi", "hydra.sweep.dir=s")
-    assert say(capsys, *sweep).status == 0
-    said = say(capsys, *sweep, TWO)
-    assert said.status == 0, said.err
-    assert "restated     2 of them" in said.out
+    say(*sweep).success()
+    said = say(*sweep, TWO).success()
+    assert "restated     2 of them" in said
     (home / "elsewhere").mkdir()
     monkeypatch.chdir(home / "elsewhere")
-    assert say(capsys, "report", "../s").status == 0
+    say("report", "../s").success()
     text = Path("report.md").read_text()
     assert "![mine.dots(column=tpot_s)](report_files/own_1.png)" in text
     assert "*mine.dots(column=tpot_s).* The requests, in order.\n" in text
@@ -80,40 +77,40 @@ def test_the_plots_that_a_sweep_states_are_in_its_report(
 
 @pytest.mark.usefixtures("unrendered")
 def test_plots_come_from_where_the_runs_that_state_them_were_started(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, say: Say
 ) -> None:
     for name in ("a", "b", "c"):
         (folder := home / name).mkdir()
         monkeypatch.chdir(folder)
         (folder / "yours.py").write_text(MINE if name == "b" else "")
         plots = ["report.plots=[{_target_: yours.dots}]"] if name == "b" else []
-        assert say(capsys, "run", *TINY, *SHORT, *plots, "hydra.run.dir=run").status == 0
+        say("run", *TINY, *SHORT, *plots, "hydra.run.dir=run").success()
         sys.modules.pop("yours", None)
         monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(folder)])
     monkeypatch.chdir(home)
-    assert say(capsys, "report", "a/run", "b/run", "c/run").status == 0
+    say("report", "a/run", "b/run", "c/run").success()
     assert "![yours.dots](report_files/own_1.png)" in Path("report.md").read_text()
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_plots_of_the_command_line_take_their_place(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(capsys, "run", *TINY, *SHORT, TWO, "hydra.run.dir=a").status == 0
+def test_plots_of_the_command_line_take_their_place(home: Path, say: Say) -> None:
+    say("run", *TINY, *SHORT, TWO, "hydra.run.dir=a").success()
     given = ("--plot", "mine.elsewhere", "--plot", "{_target_: analysis.plots.timeline}")
-    assert say(capsys, "report", "a", "--out", "r", *given).status == 0
+    say("report", "a", "--out", "r", *given).success()
     text = Path("r.md").read_text()
     assert re.findall(r"!\[([\w.()=]+)\]\(r_files/own_\d.png\)", text) == ["mine.elsewhere", "analysis.plots.timeline"]
     assert "--plot mine.elsewhere --plot '{_target_: analysis.plots.timeline}'" in text, "the command that repeats it"
-    assert say(capsys, "run", "from=a", "report.plots=[{_target_: mine.dots}]", "hydra.run.dir=b").status == 0
+    say("run", "from=a", "report.plots=[{_target_: mine.dots}]", "hydra.run.dir=b").success()
     assert load_run(Path("b")).flat_config["report.plots"] == [{"_target_": "mine.dots"}]
-    said = say(capsys, "report", "a", "b", "--out", "both")
+    said = say("report", "a", "b", "--out", "both")
     assert said.error().startswith("the runs state several report.plots: ")
     assert said.error().endswith("; choose one with --plot")
 
 
-def test_a_plot_that_fails_does_not_take_the_report_along(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_that_fails_does_not_take_the_report_along(home: Path, say: Say) -> None:
     plots = ", ".join(f"{{_target_: mine.{name}}}" for name in ("raises", "ends", "of_one", "dots"))
-    assert say(capsys, "run", *TINY, *SHORT, f"report.plots=[{plots}]", "hydra.run.dir=a").status == 0
-    file, said = home / "mine.py", say(capsys, "report", "a").error()
+    say("run", *TINY, *SHORT, f"report.plots=[{plots}]", "hydra.run.dir=a").success()
+    file, said = home / "mine.py", say("report", "a").error()
     line = {text: number for number, text in enumerate(MINE.splitlines(), 1)}
     raises = f"mine.raises: {file}:{line['    return 1 / 0']}: ZeroDivisionError: division by zero; mend it there"
     assert said.startswith(f"report.html is written without 3 plots of your own: {raises}; ")
@@ -124,7 +121,7 @@ def test_a_plot_that_fails_does_not_take_the_report_along(home: Path, capsys: py
     assert "![mine.dots](report_files/own_4.png)" in text
     file.unlink()
     sys.modules.pop("mine")
-    said = say(capsys, "report", "a", "--out", "b").error()
+    said = say("report", "a", "--out", "b").error()
     assert "b.html is written without 4 plots of your own: mine.raises: report.plots=mine.raises cannot be impo" in said
     assert Path("b.html").exists()
 
@@ -141,15 +138,13 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("plot", "said"), MISTAKES)
-def test_a_plot_that_cannot_be_made_is_told_before_anything_runs(
-    home: Path, capsys: pytest.CaptureFixture[str], plot: str, said: str
-) -> None:
+def test_a_plot_that_cannot_be_made_is_told_before_anything_runs(home: Path, say: Say, plot: str, said: str) -> None:
     run = ("run", *TINY, *SHORT, f"report.plots=[{plot}]")
     for arguments in ((*run, "hydra.run.dir=a"), (*run, "-m", "seed=0,1", "hydra.sweep.dir=a")):
-        assert said in say(capsys, *arguments).error()
+        assert said in say(*arguments).error()
         assert not Path("a").exists()
     (home / "a").mkdir()
-    assert said in say(capsys, "report", "a", "--plot", plot).error()
+    assert said in say("report", "a", "--plot", plot).error()
 
 
 @pytest.mark.parametrize(
@@ -160,21 +155,21 @@ def test_a_plot_that_cannot_be_made_is_told_before_anything_runs(
         ("report.plots=[mine.dots]", "report.plots has 'mine.dots'; name a plot as {_target_: mine.waiting}"),
     ],
 )
-def test_a_plot_is_named_as_every_class_is(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
-    assert said in say(capsys, "run", *TINY, *SHORT, override).error()
+def test_a_plot_is_named_as_every_class_is(say: Say, override: str, said: str) -> None:
+    assert said in say("run", *TINY, *SHORT, override).error()
 
 
 @pytest.mark.parametrize("text", ["{bins: 3}", "[mine.dots]", "mine.a, mine.b", "{_target_: mine.dots", "a=b", "3"])
-def test_what_names_no_plot_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_what_names_no_plot_on_the_command_line(tmp_path: Path, say: Say, text: str) -> None:
     told = f"--plot {text!r} names no plot; give one as mine.waiting, or {{_target_: mine.waiting, num_bins: 30}}"
-    assert say(capsys, "report", str(tmp_path), "--plot", text).error() == told
+    assert say("report", str(tmp_path), "--plot", text).error() == told
 
 
 def test_a_plot_is_not_blamed_for_what_a_run_does() -> None:
     assert not own_classes(config_of(report__plots=[{"_target_": "mine.dots"}]))
 
 
-def test_the_example_of_the_page_runs_as_it_stands(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_page_runs_as_it_stands(home: Path, say: Say) -> None:
     section = (DOCS / "extending.md").read_text().partition("## A plot\n")[2].partition("\n## ")[0]
     found = re.search(r"```python\n(.*?)```\n```sh\n(.*?)```", section, re.DOTALL)
     assert found is not None
@@ -183,6 +178,5 @@ def test_the_example_of_the_page_runs_as_it_stands(home: Path, capsys: pytest.Ca
     assert python in example.read_text()
     shutil.copy(example, home)
     for line in shell.replace("\\\n", " ").splitlines():
-        said = say(capsys, *shlex.split(line)[1:])
-        assert said.status == 0, said.err
+        say(*shlex.split(line)[1:]).success()
     assert {path.name for path in Path("other_files").glob("own_?.png")} == {"own_1.png", "own_2.png"}

@@ -15,7 +15,7 @@ from experiments.wiring.own_traces import make_trace
 from testbed.errors import TestbedError
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from testbed.traces.stream import MAX_HELD_ROWS, StreamedTrace
-from tests.experiments.kit import TINY, manifest_of, say, table_of
+from tests.experiments.kit import TINY, Say, manifest_of, table_of
 
 MINE = """
 from array import array
@@ -167,12 +167,10 @@ def test_a_source_of_ones_own_is_not_held_whole(home: Path) -> None:
         ("nothing", "trace: mine_traces.nothing returned None; it must return a testbed.traces.schema.Trace, or rows"),
     ],
 )
-def test_what_is_no_trace_is_named_in_one_line(
-    home: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
-) -> None:
+def test_what_is_no_trace_is_named_in_one_line(home: Path, say: Say, name: str, said: str) -> None:
     (home / "conf" / "trace").mkdir(parents=True)
     (home / "conf" / "trace" / "ours.yaml").write_text(f"_target_: mine_traces.{name}\n")
-    assert said in say(capsys, "run", "--config-dir", "conf", "trace=ours", *TINY, "hydra.run.dir=run").error()
+    assert said in say("run", "--config-dir", "conf", "trace=ours", *TINY, "hydra.run.dir=run").error()
 
 
 def test_a_trace_from_python_is_checked_and_sorted_as_a_file_is() -> None:
@@ -196,11 +194,11 @@ def test_a_trace_from_python_is_checked_and_sorted_as_a_file_is() -> None:
         simulate(StreamedTrace("mine", lambda: iter([rows[0]._replace(output=no_part)])), model="tiny")
 
 
-def test_a_parameter_seed_without_a_value_is_the_runs_seed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_parameter_seed_without_a_value_is_the_runs_seed(home: Path, say: Say) -> None:
     (home / "conf" / "trace").mkdir(parents=True)
     (home / "conf" / "trace" / "ours.yaml").write_text("_target_: mine_traces.drawn\nrate: 50.0\n")
     own = ("--config-dir", "conf", "trace=ours")
-    assert say(capsys, "run", "-m", *own, *TINY, "seed=0,1", "hydra.sweep.dir=s").status == 0
+    say("run", "-m", *own, *TINY, "seed=0,1", "hydra.sweep.dir=s").success()
     prints = [manifest_of(path.parent)["trace"]["fingerprint"] for path in (home / "s").glob("*/manifest.json")]
     assert len(set(prints)) == 2
     assert simulated("drawn", seed=7)["fingerprint"] not in prints, "a value that is given holds"
@@ -214,7 +212,7 @@ def test_a_parameter_seed_without_a_value_is_the_runs_seed(home: Path, capsys: p
 
     assert main(["trace", "freeze", "own.parquet", *own, "seed=1"]) == 0
     again = ("run", *TINY, "trace=parquet", "trace.path=own.parquet", "trace.transforms=[{name: thin, fraction: 0.5}]")
-    assert say(capsys, *again, "hydra.run.dir=thin").status == 0
+    say(*again, "hydra.run.dir=thin").success()
     assert 0 < table_of(home / "thin").num_rows < 40
 
 
@@ -226,10 +224,8 @@ def test_a_parameter_seed_without_a_value_is_the_runs_seed(home: Path, capsys: p
         ("_target_: mine_traces.drawn\nrate: null\n", "trace.rate is null; it must be a number"),
     ],
 )
-def test_what_cannot_be_searched_says_what_to_do(
-    home: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
-) -> None:
+def test_what_cannot_be_searched_says_what_to_do(home: Path, say: Say, text: str, said: str) -> None:
     (home / "conf" / "trace").mkdir(parents=True)
     (home / "conf" / "trace" / "ours.yaml").write_text(text)
     search = ("capacity", "--config-dir", "conf", "trace=ours", *TINY, "slo.ttft_s=0.2", "seed=0,1", "--out", "cap")
-    assert said in say(capsys, *search).error()
+    assert said in say(*search).error()

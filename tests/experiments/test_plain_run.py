@@ -16,7 +16,7 @@ from analysis.load import load_run
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.runs.progress import Progress
-from tests.experiments.kit import SHORT, TINY, manifest_of, say
+from tests.experiments.kit import SHORT, TINY, Say, manifest_of, option
 
 RUN = ["trace.num_requests=3", "trace.rate=2.5", "cache.num_gpu_blocks=500", "scheduler=vllm_v0", "seed=3"]
 
@@ -35,13 +35,9 @@ def test_it_is_the_same_by_itself_and_as_a_job_of_hydra_s_and_from_python(tmp_pa
 
 
 @pytest.mark.parametrize("arguments", [(), ("hydra.job.name=one",), ("-m",)], ids=" ".join)
-def test_no_key_needs_to_be_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = say(capsys, "run", *arguments)
-    assert said.status == 0, said.err
-    (manifest,) = tmp_path.glob("*/*/*/**/manifest.json")
+def test_no_key_needs_to_be_given(here: Path, say: Say, arguments: tuple[str, ...]) -> None:
+    say("run", *arguments).success()
+    (manifest,) = here.glob("*/*/*/**/manifest.json")
     assert manifest_of(manifest.parent)["given"] == {}
 
 
@@ -49,62 +45,48 @@ def test_no_key_needs_to_be_given(
     ("place", "told"),
     [("", "is empty"), ("''", "is empty"), ("null", "is null"), ("[a]", "is no text"), ("???", "is no text")],
 )
-def test_a_place_that_is_no_name_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str, told: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert f"hydra.run.dir {told}; name a folder" in say(capsys, "run", f"hydra.run.dir={place}").error()
-    assert not list(tmp_path.iterdir())
+def test_a_place_that_is_no_name_is_refused(here: Path, say: Say, place: str, told: str) -> None:
+    assert f"hydra.run.dir {told}; name a folder" in say("run", f"hydra.run.dir={place}").error()
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize("name", ["1.10", "2026_11_26", "true", "glob(*)", "a,b", "it's", "back\\slash", "é\\'"])
-def test_a_folder_has_the_name_that_was_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert say(capsys, "run", *RUN, f"hydra.run.dir={name}").out.endswith(f"complete     {name}\n")
-    assert [folder.name for folder in tmp_path.iterdir()] == [name]
-    (tmp_path / name).rename(tmp_path / "first")
-    assert say(capsys, *shlex.split(manifest_of(tmp_path / "first")["command"])[1:]).status == 0
-    assert (tmp_path / name / "done").exists()
+def test_a_folder_has_the_name_that_was_given(here: Path, say: Say, name: str) -> None:
+    assert say("run", *RUN, f"hydra.run.dir={name}").out.endswith(f"complete     {name}\n")
+    assert [folder.name for folder in here.iterdir()] == [name]
+    (here / name).rename(here / "first")
+    say(*shlex.split(manifest_of(here / "first")["command"])[1:]).success()
+    assert (here / name / "done").exists()
 
 
-def test_a_tilde_is_the_home(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_is_the_home(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert say(capsys, "run", *RUN, "hydra.run.dir=~/run").status == 0
+    say("run", *RUN, "hydra.run.dir=~/run").success()
     assert (tmp_path / "run" / "done").exists()
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json", "run.log", "steps.parquet", "timeline.json"])
-def test_a_file_that_is_no_run_s_is_not_written_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_file_that_is_no_run_s_is_not_written_over(tmp_path: Path, say: Say, name: str) -> None:
     (tmp_path / name).write_text("mine")
-    error = say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path}").error()
+    error = say("run", *RUN, f"hydra.run.dir={tmp_path}").error()
     assert f"{tmp_path / name} is no run's, and a run there would write over it; choose another" in error
     assert (tmp_path / name).read_text() == "mine"
-    assert say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path}", "overwrite=true").status == 0
+    say("run", *RUN, f"hydra.run.dir={tmp_path}", "overwrite=true").success()
 
 
-def test_an_empty_log_is_what_is_left_of_a_run_that_was_killed_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_log_is_what_is_left_of_a_run_that_was_killed_at_once(tmp_path: Path, say: Say) -> None:
     (tmp_path / "run.log").touch()
-    assert say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path}").status == 0
+    say("run", *RUN, f"hydra.run.dir={tmp_path}").success()
 
 
-def test_after_from_one_run_is_named_plainly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path / 'a'}").status == 0
+def test_after_from_one_run_is_named_plainly(tmp_path: Path, say: Say) -> None:
+    say("run", *RUN, f"hydra.run.dir={tmp_path / 'a'}").success()
     source = f"from={tmp_path / 'a'}"
-    error = say(capsys, "run", source, f"hydra.run.dir={tmp_path}/x-${{seed}}").error()
+    error = say("run", source, f"hydra.run.dir={tmp_path}/x-${{seed}}").error()
     assert "a folder's name is plain text" in error
-    assert (
-        "seed=1,2 has several values, and from=<folder> repeats one" in say(capsys, "run", source, "seed=1,2").error()
-    )
+    assert "seed=1,2 has several values, and from=<folder> repeats one" in say("run", source, "seed=1,2").error()
     file = f"{source}/config.yaml"
-    assert "config.yaml is a file; name the folder of a run, as" in say(capsys, "run", file).error()
+    assert "config.yaml is a file; name the folder of a run, as" in say("run", file).error()
 
 
 def test_a_directory_that_is_gone_is_named(tmp_path: Path) -> None:
@@ -115,26 +97,24 @@ def test_a_directory_that_is_gone_is_named(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stderr) == (1, "error: the current directory was removed; change to another\n")
 
 
-def test_a_place_may_be_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(capsys, "run", *RUN, f"++hydra.run.dir={tmp_path / 'run'}").status == 0
+def test_a_place_may_be_forced(tmp_path: Path, say: Say) -> None:
+    say("run", *RUN, f"++hydra.run.dir={tmp_path / 'run'}").success()
     assert (tmp_path / "run" / "done").exists()
 
 
-def test_hydra_s_own_flags_work(capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", *RUN, "--cfg", "job", "--package", "trace")
+def test_hydra_s_own_flags_work(say: Say) -> None:
+    said = say("run", *RUN, "--cfg", "job", "--package", "trace")
     assert yaml.safe_load(said.out) == compose_config(RUN).raw["trace"]
 
 
-def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        "cache.block_size is 0" in say(capsys, "run", "cache.block_size=0", f"hydra.run.dir={tmp_path / 'a'}").error()
-    )
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, say: Say) -> None:
+    assert "cache.block_size is 0" in say("run", "cache.block_size=0", f"hydra.run.dir={tmp_path / 'a'}").error()
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_of_a_run_repeats_what_its_texts_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_of_a_run_repeats_what_its_texts_hold(tmp_path: Path, say: Say) -> None:
     text = "report.question='what is \\${seed} of ${model.name}?'"
-    assert say(capsys, "run", *TINY, *SHORT, text, f"hydra.run.dir={tmp_path / 'a'}").status == 0
+    say("run", *TINY, *SHORT, text, f"hydra.run.dir={tmp_path / 'a'}").success()
     manifest = manifest_of(tmp_path / "a")
     assert text in shlex.split(manifest["command"])
     assert load_run(tmp_path / "a").config["report"]["question"] == "what is ${seed} of tiny?"
@@ -143,12 +123,10 @@ def test_the_command_of_a_run_repeats_what_its_texts_hold(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     "key", ["hydra.sweep.dir=elsewhere", "++hydra.sweep.dir=x", "hydra.sweep={dir:x}", "hydra/launcher=joblib"]
 )
-def test_what_only_sweeps_read_is_told_of_a_single_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
-) -> None:
-    said = say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path / 'one'}", key)
+def test_what_only_sweeps_read_is_told_of_a_single_run(tmp_path: Path, say: Say, key: str) -> None:
+    said = say("run", *RUN, f"hydra.run.dir={tmp_path / 'one'}", key)
     assert (said.status, said.err) == (0, f"note: without effect on a single run: {key}; -m makes it a sweep\n")
-    swept = say(capsys, "run", "-m", *RUN, f"hydra.sweep.dir={tmp_path / 'many'}")
+    swept = say("run", "-m", *RUN, f"hydra.sweep.dir={tmp_path / 'many'}")
     assert (swept.status, swept.err) == (0, "")
 
 
@@ -163,31 +141,25 @@ def test_what_only_sweeps_read_is_told_of_a_single_run(
         ("hydra.job.env_copy=${seed}", "=${seed}: write out the list of variables, as [HOME,USER]"),
     ],
 )
-def test_a_variable_that_a_job_shall_have_is_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, told: str
-) -> None:
-    said = say(capsys, "run", *RUN, f"hydra.run.dir={tmp_path / 'one'}", key)
+def test_a_variable_that_a_job_shall_have_is_set(tmp_path: Path, say: Say, key: str, told: str) -> None:
+    said = say("run", *RUN, f"hydra.run.dir={tmp_path / 'one'}", key)
     assert (said.status, said.err) == (1, f"error: hydra.job.env_copy{told}\n")
     assert not (tmp_path / "one").exists()
 
 
-def test_an_overlay_s_sweep_without_its_mode_says_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "experiment").mkdir()
-    text = "# @package _global_\nhydra:\n  sweeper:\n    params: {seed: '0,1'}\n"
-    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+def test_an_overlay_s_sweep_without_its_mode_says_what_is_missing(tmp_path: Path, say: Say) -> None:
+    option(tmp_path, "experiment/mine", "# @package _global_\nhydra: {sweeper: {params: {seed: '0,1'}}}\n")
     run = ("run", f"--config-dir={tmp_path}", "experiment=mine", f"hydra.run.dir={tmp_path / 'a'}")
-    assert say(capsys, *run).error() == "the experiment sweeps seed: add -m"
+    assert say(*run).error() == "the experiment sweeps seed: add -m"
 
 
 def test_where_there_is_no_terminal_a_long_run_says_how_far_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = ("run", *TINY, "trace.num_requests=20", f"hydra.run.dir={tmp_path / 'a'}")
-    assert " requests in " not in say(capsys, *run).err
+    assert " requests in " not in say(*run).err
     monkeypatch.setattr(Progress, "LINE_S", 0.0)
-    said = say(capsys, *run, "overwrite=true").err
+    said = say(*run, "overwrite=true").err
     assert re.search(r"^sim: \d+ of 20 requests in 0 s, [\d,]+ req/s, 0 s left$", said, re.MULTILINE), said
     slow = Progress(8, "real")
     slow._num = 1

@@ -21,27 +21,18 @@ from experiments import find_capacity, replay, simulate
 from experiments.configuration.compose import _composed, compose_raw
 from testbed.errors import TestbedError
 from testbed.traces.generators import SyntheticConfig, generate
-from tests.experiments.kit import TINY, manifest_of, say, trace_of, write_rows
+from tests.experiments.kit import TINY, Say, manifest_of, trace_of, write_rows
 
 ROWS = [{"request_id": f"r{i}", "arrival_time": i / 100, "prompt_tokens": 6 + i, "output_tokens": 4} for i in range(5)]
 SMALL: dict[str, Any] = {
-    "model": {
-        "name": "tiny",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 512,
-        "max_position_embeddings": 256,
-    },
+    "model": {"name": "tiny", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256},
     "cache": {"block_size": 4, "num_gpu_blocks": 64, "num_cpu_blocks": 0},
     "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
-}
+}  # fmt: skip
 
 
-def test_one_trace_in_four_forms_is_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_trace_in_four_forms_is_one_run(tmp_path: Path, say: Say) -> None:
     path = write_rows(tmp_path / "t.jsonl", ROWS)
     digests = set()
     for form in (ROWS, path, str(path), trace_of(tmp_path, ROWS), {"name": "jsonl", "path": str(path)}):
@@ -49,8 +40,7 @@ def test_one_trace_in_four_forms_is_one_run(tmp_path: Path, capsys: pytest.Captu
         assert run.is_complete
         assert run.requests["request_id"].tolist() == [row["request_id"] for row in ROWS]
         digests.add((run.manifest["digest"], run.fingerprint))
-    said = say(capsys, "run", *TINY, "trace=jsonl", f"trace.path={path}", f"hydra.run.dir={tmp_path / 'cli'}")
-    assert said.status == 0
+    say("run", *TINY, "trace=jsonl", f"trace.path={path}", f"hydra.run.dir={tmp_path / 'cli'}").success()
     manifest = manifest_of(tmp_path / "cli")
     assert digests == {(manifest["digest"], manifest["trace"]["fingerprint"])}
 
@@ -102,19 +92,16 @@ def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
     simulate(ROWS, folder=tmp_path / "run", overwrite=True, **SMALL)
 
 
-def test_a_trace_given_in_python_is_repeated_from_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_given_in_python_is_repeated_from_its_folder(tmp_path: Path, say: Say) -> None:
     run = simulate(ROWS, folder=tmp_path / "run", **SMALL)
-    said = say(capsys, "run", f"from={tmp_path / 'run'}", f"hydra.run.dir={tmp_path / 'again'}")
-    assert said.status == 0, said.err
+    say("run", f"from={tmp_path / 'run'}", f"hydra.run.dir={tmp_path / 'again'}").success()
     again = manifest_of(tmp_path / "again")
     assert (again["digest"], again["trace"]["fingerprint"]) == (run.manifest["digest"], run.fingerprint)
     moved = (tmp_path / "run").rename(tmp_path / "moved")
-    assert say(capsys, "run", f"from={moved}", f"hydra.run.dir={tmp_path / 'third'}").status == 0
+    say("run", f"from={moved}", f"hydra.run.dir={tmp_path / 'third'}").success()
     assert manifest_of(tmp_path / "third")["digest"] == run.manifest["digest"]
-    assert say(capsys, "run", f"from={moved}", f"hydra.run.dir={moved}", "overwrite=true").status == 0
-    assert say(capsys, "run", f"from={moved}", f"hydra.run.dir={tmp_path / 'fourth'}").status == 0
+    say("run", f"from={moved}", f"hydra.run.dir={moved}", "overwrite=true").success()
+    say("run", f"from={moved}", f"hydra.run.dir={tmp_path / 'fourth'}").success()
 
 
 def test_bad_input_raises_one_line(tmp_path: Path) -> None:
@@ -155,6 +142,12 @@ NONE: Any = None
         (lambda: simulate(ROWS, folder=THREE), "folder is 3; give a path"),
         (lambda: simulate(ROWS, scheduler={"queue_order": min}), "scheduler.queue_order is <built-in function min>"),
         (lambda: simulate(ROWS, cache={"watermark": object()}), "cache.watermark is <object"),
+        *(
+            (lambda backend=backend: replay(ROWS, backend=backend), "replay runs an engine, and backend is")
+            for backend in ("sim", {"name": "sim"}, THREE)
+        ),
+        (lambda: simulate(ROWS, backend="real"), "simulate runs no engine, and backend is 'real'; call replay"),
+        (lambda: simulate(ROWS, backend={"name": "vllm"}), "simulate runs no engine, and backend is "),
         (lambda: find_capacity(folder=THREE), "folder is 3; give a path"),
         (lambda: analysis.load(NONE), "the run folder is None; give a path"),
         (lambda: analysis.load([THREE]), "the run folder is 3; give a path"),
@@ -181,18 +174,6 @@ def test_without_a_folder_nothing_is_left_when_python_ends(tmp_path: Path) -> No
 def test_plots_are_there_after_import_analysis() -> None:
     script = "import analysis, sys; assert 'matplotlib' not in sys.modules; analysis.plots.latency_cdf"
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-@pytest.mark.parametrize("backend", ["sim", {"name": "sim"}, 5])
-def test_a_replay_is_of_an_engine(backend):
-    with pytest.raises(TestbedError, match="replay runs an engine, and backend is"):
-        replay([{"arrival_time": 0, "prompt_tokens": 3, "output_tokens": 2}], backend=backend)
-
-
-@pytest.mark.parametrize("backend", ["real", {"name": "vllm"}])
-def test_a_simulation_is_of_no_engine(backend):
-    with pytest.raises(TestbedError, match=r"simulate runs no engine, and backend is .*; call replay"):
-        simulate([{"arrival_time": 0, "prompt_tokens": 3, "output_tokens": 2}], backend=backend)
 
 
 def test_a_module_of_the_user_hides_none_of_ours(tmp_path):

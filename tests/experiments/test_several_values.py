@@ -13,11 +13,11 @@ from experiments.configuration.grammar import parsed
 from experiments.configuration.options import Library, options
 from experiments.configuration.overrides import check, of_points, swept_values
 from testbed.errors import ConfigError
-from tests.experiments.kit import SHORT, TINY, Said, say
+from tests.experiments.kit import SHORT, TINY, Said, Say, option
 
 
-def sweep(capsys: pytest.CaptureFixture[str], folder: Path, *more: str) -> Said:
-    return say(capsys, "run", "-m", *TINY, *SHORT, f"hydra.sweep.dir={folder}", *more)
+def sweep(say: Say, folder: Path, *more: str) -> Said:
+    return say("run", "-m", *TINY, *SHORT, f"hydra.sweep.dir={folder}", *more)
 
 
 def test_the_later_override_holds_whether_it_is_added_or_not() -> None:
@@ -35,31 +35,27 @@ def test_a_key_that_is_added_may_have_several_values() -> None:
         check_values(["+cache.block_size=8,16"], is_sweep=True)
 
 
-def test_options_are_swept_by_a_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "scheduler").mkdir()
-    (tmp_path / "scheduler" / "orca_of_mine.yaml").write_text("defaults: [orca, _self_]\nname: orca_of_mine\n")
-    said = sweep(capsys, tmp_path / "s", f"--config-dir={tmp_path}", "scheduler=glob(orca*)")
-    assert said.status == 0, said.err
+def test_options_are_swept_by_a_pattern(tmp_path: Path, say: Say) -> None:
+    option(tmp_path, "scheduler/orca_of_mine", "defaults: [orca, _self_]\nname: orca_of_mine\n")
+    sweep(say, tmp_path / "s", f"--config-dir={tmp_path}", "scheduler=glob(orca*)").success()
     assert {run.manifest["scheduler"] for run in load_sweep(tmp_path / "s").runs} == {"orca", "orca_of_mine"}
-    assert "scheduler=glob(nope*) has no values; give some" in sweep(capsys, tmp_path, "scheduler=glob(nope*)").error()
+    assert "scheduler=glob(nope*) has no values; give some" in sweep(say, tmp_path, "scheduler=glob(nope*)").error()
 
 
-def test_mappings_of_a_group_are_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = sweep(capsys, tmp_path / "s", "cache={block_size: 8},{block_size: 16}")
-    assert said.status == 0, said.err
+def test_mappings_of_a_group_are_swept(tmp_path: Path, say: Say) -> None:
+    sweep(say, tmp_path / "s", "cache={block_size: 8},{block_size: 16}").success()
     assert {run.config["cache"]["block_size"] for run in load_sweep(tmp_path / "s").runs} == {8, 16}
-    wrong = sweep(capsys, tmp_path / "t", "cache={block_size: 8},{blok_size: 16}").error()
+    wrong = sweep(say, tmp_path / "t", "cache={block_size: 8},{blok_size: 16}").error()
     assert wrong.startswith("unknown key 'cache.blok_size'")
-    wrong = sweep(capsys, tmp_path / "t", "cache={block_size: 8},3").error()
+    wrong = sweep(say, tmp_path / "t", "cache={block_size: 8},3").error()
     assert wrong == "cache=3 is no name of an option; expected key=value, and for cache one of: default"
 
 
 COSTS = ("cost=constant,roofline", "cost.kernel_launch_ns=4000,5000", "cost.logits=gather")
 
 
-def test_a_key_that_some_of_the_options_have_is_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = sweep(capsys, tmp_path / "s", *COSTS)
-    assert said.status == 0, said.err
+def test_a_key_that_some_of_the_options_have_is_theirs(tmp_path: Path, say: Say) -> None:
+    sweep(say, tmp_path / "s", *COSTS).success()
     manifests = [run.manifest for run in load_sweep(tmp_path / "s").runs]
     assert [one["swept"] for one in manifests] == [
         {"cost": "constant"},
@@ -67,10 +63,10 @@ def test_a_key_that_some_of_the_options_have_is_theirs(tmp_path: Path, capsys: p
         {"cost": "roofline", "cost.kernel_launch_ns": "5000"},
     ]
     assert ["cost.logits" in one["given"] for one in manifests] == [False, True, True]
-    assert "done before  3 of 3 points" in sweep(capsys, tmp_path / "s", *COSTS).out
-    wrong = sweep(capsys, tmp_path / "s", "cost=constant,roofline", "cost.kernel_launch=4").error()
+    assert "done before  3 of 3 points" in sweep(say, tmp_path / "s", *COSTS).out
+    wrong = sweep(say, tmp_path / "s", "cost=constant,roofline", "cost.kernel_launch=4").error()
     assert wrong.startswith("unknown key 'cost.kernel_launch'")
-    wrong = sweep(capsys, tmp_path / "s", "cost=constant,roofline", "cost.kernel_launch_ns=soon").error()
+    wrong = sweep(say, tmp_path / "s", "cost=constant,roofline", "cost.kernel_launch_ns=soon").error()
     assert wrong == "cost.kernel_launch_ns is 'soon'; it must be a whole number"
     arms, _ = parse([*TINY, *SHORT, "slo.ttft_s=1", *COSTS])
     assert [arm.name for arm in arms] == [
@@ -78,33 +74,30 @@ def test_a_key_that_some_of_the_options_have_is_theirs(tmp_path: Path, capsys: p
     ]  # fmt: skip
 
 
-def test_labels_of_points_are_what_a_user_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_of_points_are_what_a_user_types(tmp_path: Path, say: Say) -> None:
     assert swept_values(parsed("cache.prefix_caching=true,false"), Library()) == [
         f"cache.prefix_caching={value}" for value in ("true", "false")
     ]
     assert swept_values(parsed("seed=1,0"), Library()) == ["seed=1", "seed=0"]
-    said = sweep(capsys, tmp_path / "s", "cache.prefix_caching=true,false").out
+    said = sweep(say, tmp_path / "s", "cache.prefix_caching=true,false").out
     assert "cache.prefix_caching=false: " in said
     assert "False" not in said
 
 
-def test_also_where_an_overlay_sweeps_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_also_where_an_overlay_sweeps_the_options(tmp_path: Path, say: Say) -> None:
     def study(params: str) -> list[str]:
         text = f"# @package _global_\nhydra: {{mode: MULTIRUN, sweeper: {{params: {{{params}}}}}}}\n"
-        (tmp_path / "experiment" / "mine.yaml").write_text(text)
+        option(tmp_path, "experiment/mine", text)
         return [f"--config-dir={tmp_path}", "experiment=mine", f"hydra.sweep.dir={tmp_path / 's'}", *TINY, *SHORT]
 
-    (tmp_path / "experiment").mkdir()
-    said = say(capsys, "run", *study('cost: "constant,roofline"'), "cost.kernel_launch_ns=4000")
-    assert said.status == 0, said.err
+    say("run", *study('cost: "constant,roofline"'), "cost.kernel_launch_ns=4000").success()
     costs = [run.config["cost"] for run in load_sweep(tmp_path / "s").runs]
     assert [cost.get("kernel_launch_ns") for cost in costs] == [None, 4000]
-    (tmp_path / "experiment" / "other.yaml").write_text("# @package _global_\nseed: 7\n")
+    option(tmp_path, "experiment/other", "# @package _global_\nseed: 7\n")
     both = [item.replace("=mine", "=[other,mine]") for item in study('cost: "constant,roofline"')]
-    said = say(capsys, "run", *both, "cost.kernel_launch_ns=4000")
-    assert said.status == 0, said.err
+    say("run", *both, "cost.kernel_launch_ns=4000").success()
     assert sorted(run.config["seed"] for run in load_sweep(tmp_path / "s").runs) == [0, 0, 7, 7]
-    wrong = say(capsys, "run", *study('cache.blok_size: "8,16"')).error()
+    wrong = say("run", *study('cache.blok_size: "8,16"')).error()
     assert wrong.startswith("unknown key 'cache.blok_size'; did you mean 'cache.block_size'?")
 
 
@@ -115,14 +108,10 @@ def test_a_value_stays_what_it_is(value: str) -> None:
     assert set(swept_values(parsed(made), Library())) == {f"cost.path={value}" if value else "cost.path=''"}
 
 
-def test_a_class_of_the_users_has_the_keys_of_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "cost").mkdir()
-    text = (
-        "_target_: sim.cost.constant.ConstantCost\nconfig:\n  _target_: sim.cost.config.ConstantConfig\n  step_s: 0.5\n"
-    )
-    (tmp_path / "cost" / "mine.yaml").write_text(text)
-    said = sweep(capsys, tmp_path / "s", f"--config-dir={tmp_path}", "cost=roofline,mine", "cost.kernel_launch_ns=4000")
-    assert said.status == 0, said.err
+def test_a_class_of_the_users_has_the_keys_of_its_file(tmp_path: Path, say: Say) -> None:
+    text = "_target_: sim.cost.constant.ConstantCost\nconfig: {_target_: sim.cost.config.ConstantConfig, step_s: 0.5}\n"
+    option(tmp_path, "cost/mine", text)
+    sweep(say, tmp_path / "s", f"--config-dir={tmp_path}", "cost=roofline,mine", "cost.kernel_launch_ns=4000").success()
 
 
 @pytest.mark.parametrize(
@@ -133,29 +122,25 @@ def test_a_class_of_the_users_has_the_keys_of_its_file(tmp_path: Path, capsys: p
         ("scheduler=glob(nope*)", "scheduler=glob(nope*) has no values; give some, as scheduler=a,b,c"),
     ],
 )
-def test_a_capacity_names_what_is_no_list(override: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(capsys, "capacity", *TINY, *SHORT, "slo.ttft_s=1", override).error().startswith(expected)
+def test_a_capacity_names_what_is_no_list(override: str, expected: str, say: Say) -> None:
+    assert say("capacity", *TINY, *SHORT, "slo.ttft_s=1", override).error().startswith(expected)
 
 
 def test_a_capacity_takes_a_pattern() -> None:
-    from experiments.capacity.arms import parse
-
     arms, _ = parse([*TINY, *SHORT, "slo.ttft_s=1", "scheduler=glob(vllm_v0*)"])
     assert [arm.name for arm in arms] == [name for name in options("scheduler") if name.startswith("vllm_v0")]
 
 
-def test_what_an_overlay_says_of_a_sweep_is_no_override(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_overlay_says_of_a_sweep_is_no_override(say: Say) -> None:
     for override in ("hydra.sweeper.params={seed: '0,1'}", "+hydra.sweeper.params.seed='0,1'"):
-        assert "give key=a,b with -m" in say(capsys, "run", override).error()
+        assert "give key=a,b with -m" in say("run", override).error()
 
 
-def test_callbacks_of_one_s_own_are_hydras_to_find(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no group" not in say(capsys, "run", "+hydra/callbacks=nope").error()
+def test_callbacks_of_one_s_own_are_hydras_to_find(say: Say) -> None:
+    assert "there is no group" not in say("run", "+hydra/callbacks=nope").error()
 
 
 def test_a_file_of_one_s_own_that_was_edited_is_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "cache" / "mine.yaml"
-    file.parent.mkdir()
     for size in (8, 128):
-        file.write_text(f"defaults: [default]\nblock_size: {size}\n")
+        option(tmp_path, "cache/mine", f"defaults: [default]\nblock_size: {size}\n")
         assert compose_config([f"hydra.searchpath=['file://{tmp_path}']", "cache=mine"]).cache.block_size == size

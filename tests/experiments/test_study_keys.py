@@ -7,37 +7,37 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_run
-from tests.experiments.kit import SHORT, TINY, latest, say
+from tests.experiments.kit import SHORT, TINY, Say, latest
 
 SLO = ("slo.ttft_s=0.5", "slo.tpot_s=1e-9")
 
 
-def test_a_run_is_judged_by_its_own_slo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", *TINY, *SHORT, *SLO, f"hydra.run.dir={tmp_path / 'run'}")
+def test_a_run_is_judged_by_its_own_slo(tmp_path: Path, say: Say) -> None:
+    said = say("run", *TINY, *SHORT, *SLO, f"hydra.run.dir={tmp_path / 'run'}")
     assert "SLO          kept by 0.00% of requests, goodput 0 req/s" in said.out
     run = load_run(tmp_path / "run")
     assert run.summary["slo"]["attainment"] == 0
     assert run.slo is not None
     assert (run.slo.ttft_s, run.slo.tpot_s, run.slo.e2e_s) == (0.5, 1e-9, None)
-    assert say(capsys, "run", f"from={tmp_path / 'run'}", "slo.tpot_s=1", f"hydra.run.dir={tmp_path / 'b'}").status == 0
+    say("run", f"from={tmp_path / 'run'}", "slo.tpot_s=1", f"hydra.run.dir={tmp_path / 'b'}").success()
     assert load_run(tmp_path / "b").summary["slo"]["attainment"] == 1
     assert load_run(tmp_path / "b").manifest["digest"] == run.manifest["digest"], "an SLO decides nothing"
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_the_report_has_what_the_runs_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_what_the_runs_state(tmp_path: Path, say: Say) -> None:
     study = ("report.question='Is the second one faster?'", "report.baseline=prefill_first", "report.margin=0.05")
     load = latest(*TINY, *SHORT, "trace.num_requests=40", "seed=0,1,2")  # some within the margin, none identical
     sweep = ("-m", *load, "scheduler=vllm_v1,prefill_first", f"hydra.sweep.dir={tmp_path / 's'}")
-    assert say(capsys, "run", *sweep, *SLO, *study).status == 0
-    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).status == 0
+    say("run", *sweep, *SLO, *study).success()
+    say("report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).success()
     text = (tmp_path / "r.md").read_text()
     assert "Is the second one faster?" in text
     assert "vllm_v1 against prefill_first" in text
     assert "TTFT ≤ 500" in text
     assert "±5" in text
     given = ("--question", "Another?", "--slo", "e2e_s=9", "--margin", "0.1", "--baseline", "vllm_v1")
-    assert say(capsys, "report", str(tmp_path / "s"), "--out", str(tmp_path / "q.html"), *given).status == 0
+    say("report", str(tmp_path / "s"), "--out", str(tmp_path / "q.html"), *given).success()
     text = (tmp_path / "q.md").read_text()
     assert "Another?" in text
     assert "prefill_first against vllm_v1" in text
@@ -46,20 +46,17 @@ def test_the_report_has_what_the_runs_state(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_windows_are_loads_until_the_sweep_states_that_they_are_replicates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_windows_are_loads_until_the_sweep_states_that_they_are_replicates(tmp_path: Path, say: Say) -> None:
     windows = "trace.transforms=[{name: window, end_s: 0.2}],[{name: window, start_s: 0.2, end_s: 0.4}]"
     arms = ("trace.num_requests=160", "scheduler=vllm_v1,sarathi")
     stated, hint = "report.replicates=[trace.transforms]", "The loads are windows of one trace. If they are replicates"
 
     def told(transforms: str, place: str, *more: str) -> str:
         folder = tmp_path / place
-        said = say(capsys, "run", "-m", *TINY, *SHORT, *arms, transforms, f"hydra.sweep.dir={folder}", *more)
-        assert said.status == 0, said.err
-        assert ("restated     4 of them" in said.out) == bool(more)
+        said = say("run", "-m", *TINY, *SHORT, *arms, transforms, f"hydra.sweep.dir={folder}", *more).success()
+        assert ("restated     4 of them" in said) == bool(more)
         out = tmp_path / f"{place}{len(more)}.html"
-        assert say(capsys, "report", str(folder), "--out", str(out)).status == 0
+        say("report", str(folder), "--out", str(out)).success()
         return out.with_suffix(".md").read_text()
 
     assert hint in told(windows, "s")
@@ -69,22 +66,20 @@ def test_windows_are_loads_until_the_sweep_states_that_they_are_replicates(
     assert hint not in told(faster, "faster")
     assert "What report.replicates calls replicates was offered" in told(faster, "faster", stated)
     again = ("run", "-m", *TINY, *SHORT, *arms, windows, "report.replicates=[trace.seed]", "seed=5")
-    assert say(capsys, *again, f"hydra.sweep.dir={tmp_path / 't'}").status == 0
-    said = say(capsys, "report", str(tmp_path / "s"), str(tmp_path / "t"), "--out", str(tmp_path / "b.html"))
+    say(*again, f"hydra.sweep.dir={tmp_path / 't'}").success()
+    said = say("report", str(tmp_path / "s"), str(tmp_path / "t"), "--out", str(tmp_path / "b.html"))
     assert "run their sweeps' commands again with one of them, which" in said.error()
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_runs_that_state_different_things_are_not_mixed_in_silence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_that_state_different_things_are_not_mixed_in_silence(tmp_path: Path, say: Say) -> None:
     sweep = ("-m", *TINY, *SHORT, "scheduler=vllm_v1,sarathi")
     for limit in (1, 2):
         where = f"hydra.sweep.dir={tmp_path / 's' / str(limit)}"
-        assert say(capsys, "run", *sweep, f"slo.ttft_s={limit}", where).status == 0
+        say("run", *sweep, f"slo.ttft_s={limit}", where).success()
     report = ("report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html"))
-    assert "the runs state 2 different SLOs" in say(capsys, *report).error()
-    assert say(capsys, *report, "--slo", "ttft_s=1", "--slo", "tpot_s=2").status == 0
+    assert "the runs state 2 different SLOs" in say(*report).error()
+    say(*report, "--slo", "ttft_s=1", "--slo", "tpot_s=2").success()
     assert "TTFT ≤ 1.00 s and TPOT ≤ 2.00 s" in (tmp_path / "r.md").read_text().replace("\u00a0", " "), (
         "each --slo counts"
     )
@@ -102,15 +97,21 @@ def test_runs_that_state_different_things_are_not_mixed_in_silence(
         ("report.replicates=[seed]", "report.replicates has 'seed'; a replicate is another trace"),
     ],
 )
-def test_a_wrong_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
-    assert said in say(capsys, "run", *TINY, *SHORT, override, f"hydra.run.dir={tmp_path / 'r'}").error()
+def test_a_wrong_key_is_one_line(tmp_path: Path, say: Say, override: str, said: str) -> None:
+    assert said in say("run", *TINY, *SHORT, override, f"hydra.run.dir={tmp_path / 'r'}").error()
 
 
-@pytest.mark.parametrize("slo", ["ttft_s", "ttft_s=fast", ""])
-def test_a_wrong_slo_of_the_command_line_is_one_line(capsys: pytest.CaptureFixture[str], slo: str) -> None:
-    assert "expected limits in seconds, as ttft_s=0.5,tpot_s=0.05" in say(capsys, "report", ".", "--slo", slo).error()
+SECONDS = "expected limits in seconds, as ttft_s=0.5,tpot_s=0.05"
 
 
-def test_a_limit_that_there_is_not_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    error = say(capsys, "report", ".", "--slo", "tfft_s=1").error()
-    assert error.startswith("a limit of --slo is 'tfft_s'; did you mean 'ttft_s'? choose one of ttft_s, tpot_s, ")
+@pytest.mark.parametrize(
+    ("slo", "said"),
+    [
+        ("ttft_s", SECONDS),
+        ("ttft_s=fast", SECONDS),
+        ("", SECONDS),
+        ("tfft_s=1", "a limit of --slo is 'tfft_s'; did you mean 'ttft_s'? choose one of ttft_s, tpot_s, "),
+    ],
+)
+def test_a_wrong_slo_of_the_command_line_is_one_line(say: Say, slo: str, said: str) -> None:
+    assert said in say("report", ".", "--slo", slo).error()

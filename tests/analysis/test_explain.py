@@ -216,6 +216,8 @@ def test_a_run_in_which_nobody_waits_says_so(tmp_path: Path) -> None:
     folder = run_of(tmp_path, [row("a", 12, 3)])
     assert waits(folder).empty
     assert preemptions(folder).empty
-    assert explain_run(load_run(folder)).startswith("1 request, and none waited in the queue.\nNobody was preempted.")
+    said = explain_run(load_run(folder))
+    assert said.startswith("1 request, and none waited in the queue.\nNobody was preempted.")
+    assert ("Worst E2E:" in said, "Worst waiting" in said) == (True, False), "there is none to be headed"
     assert explain_request(load_run(folder), "a").startswith("a did not wait in the queue")
     assert isinstance(stretches(folder, "a"), pd.DataFrame)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from testbed.core.outcome import Finished
 from testbed.core.preempting import Preempting
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
-from tests.experiments.kit import REAL, SHORT, TINY, config_of, say, write_rows
+from tests.experiments.kit import REAL, SHORT, TINY, Say, config_of, needs_engine, write_rows
 
-needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 PRESETS = (
     "vllm_v1", "vllm_v1_async", "vllm_v0", "vllm_v0_chunked", "vllm_v0_classic", "sarathi", "orca", "static",
     "nano_vllm", "trtllm_max_util", "sglang_lpm", "lightllm", "vtc",
@@ -137,21 +135,18 @@ def plain(tmp_path: Path) -> Path:
     return execute(config_of((*TINY, *SHORT, *TIGHT)), tmp_path / "run").folder
 
 
-def test_a_simulated_run_without_decisions_is_simulated_again(
-    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_simulated_run_without_decisions_is_simulated_again(plain: Path, tmp_path: Path, say: Say) -> None:
     before = {file.name: file.read_bytes() for file in plain.iterdir()}
     digest = json.loads(before["manifest.json"])["digest"]
-    said = say(capsys, "explain", str(plain))
-    assert said.status == 0, said.err
-    assert said.out.startswith("16 requests waited ")
-    assert f"the run was simulated again: the same decision digest ({digest})" in said.out
+    said = say("explain", str(plain)).success()
+    assert said.startswith("16 requests waited ")
+    assert f"the run was simulated again: the same decision digest ({digest})" in said
     assert {file.name: file.read_bytes() for file in plain.iterdir()} == before
     kept = tmp_path / "kept"
-    one = say(capsys, "explain", str(plain), "r9", "--keep", str(kept))
+    one = say("explain", str(plain), "r9", "--keep", str(kept))
     assert one.out.splitlines()[-1].endswith(f"kept in {kept}")
-    assert say(capsys, "explain", str(kept), "r9").out.splitlines()[:-1] == one.out.splitlines()[:-1]
-    assert "already holds a run" in say(capsys, "explain", str(plain), "--keep", str(kept)).error()
+    assert say("explain", str(kept), "r9").out.splitlines()[:-1] == one.out.splitlines()[:-1]
+    assert "already holds a run" in say("explain", str(plain), "--keep", str(kept)).error()
 
 
 class Interrupting(Recorder):
@@ -166,95 +161,72 @@ class Interrupting(Recorder):
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_is_told_as_far_as_it_came(
-    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_is_told_as_far_as_it_came(plain: Path, tmp_path: Path, say: Say) -> None:
     cut = tmp_path / "cut"
     execute(config_of((*TINY, *SHORT, *TIGHT)), cut, watch=Interrupting())
     assert not (cut / "done").exists()
-    said = say(capsys, "explain", str(cut), "r15", "--keep", str(tmp_path / "kept"))
-    assert said.status == 0, said.err
-    assert "It had not ended when the run was interrupted." in said.out
-    assert said.out.splitlines()[-1].startswith("partial      the run did not finish")
-    assert "the run was simulated again" in said.out
+    said = say("explain", str(cut), "r15", "--keep", str(tmp_path / "kept")).success()
+    assert "It had not ended when the run was interrupted." in said
+    assert said.splitlines()[-1].startswith("partial      the run did not finish")
+    assert "the run was simulated again" in said
     steps = [pq.read_metadata(folder / "steps.parquet").num_rows for folder in (cut, tmp_path / "kept")]
     assert len((tmp_path / "kept" / "decisions.jsonl").read_text().splitlines()) == steps[0] == steps[1] > 0
 
 
-def test_a_run_that_decides_otherwise_now_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_decides_otherwise_now_is_refused(here: Path, say: Say) -> None:
     rows = [{"request_id": f"r{i}", "arrival_time": 0, "prompt_tokens": 20, "output_tokens": 9} for i in range(9)]
-    write_rows(tmp_path / "rows.jsonl", rows)
+    write_rows(here / "rows.jsonl", rows)
     run = ("trace=jsonl", "trace.path=rows.jsonl", "hydra.run.dir=run")
-    assert say(capsys, "run", *TINY, *run).status == 0
-    write_rows(tmp_path / "rows.jsonl", rows[:-1])
-    assert "was repeated and decided otherwise" in say(capsys, "explain", "run").error()
-    (tmp_path / "rows.jsonl").unlink()
-    assert "rows.jsonl" in say(capsys, "explain", "run").error()
+    say("run", *TINY, *run).success()
+    write_rows(here / "rows.jsonl", rows[:-1])
+    assert "was repeated and decided otherwise" in say("explain", "run").error()
+    (here / "rows.jsonl").unlink()
+    assert "rows.jsonl" in say("explain", "run").error()
 
 
 @needs_engine
-def test_a_real_run_s_tape_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_run_s_tape_is_replayed(tmp_path: Path, say: Say) -> None:
     folder = execute(config_of((*TINY, *SHORT, *TIGHT, *REAL)), tmp_path / "run").folder
-    said = say(capsys, "explain", str(folder))
-    assert said.status == 0, said.err
-    assert "the run's tape was replayed: the same decision digest" in said.out
-    assert say(capsys, "explain", str(folder), "r3").status == 0
+    said = say("explain", str(folder)).success()
+    assert "the run's tape was replayed: the same decision digest" in said
+    say("explain", str(folder), "r3").success()
     (folder / "tape.jsonl").unlink()
-    assert "has no decisions.jsonl and no tape to replay" in say(capsys, "explain", str(folder)).error()
+    assert "has no decisions.jsonl and no tape to replay" in say("explain", str(folder)).error()
 
 
-def test_a_run_with_decisions_and_without_steps_is_simulated_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_decisions_and_without_steps_is_simulated_again(tmp_path: Path, say: Say) -> None:
     folder = tmp_path / "run"
-    say(capsys, "run", *TINY, *SHORT, "record.decisions=true", "record.steps=false", f"hydra.run.dir={folder}")
-    said = say(capsys, "explain", str(folder))
-    assert said.status == 0, said.err
-    assert "the run was simulated again: the same decision digest" in said.out
+    say("run", *TINY, *SHORT, "record.decisions=true", "record.steps=false", f"hydra.run.dir={folder}")
+    said = say("explain", str(folder)).success()
+    assert "the run was simulated again: the same decision digest" in said
     (folder / "manifest.json").write_text((folder / "manifest.json").read_text().replace('"sim"', '"vllm"'))
-    error = say(capsys, "explain", str(folder)).error()
+    error = say("explain", str(folder)).error()
     assert "has no steps (record.steps=false) and no tape to replay" in error
     assert error.endswith("make the run again with record.explain=true record.steps=true")
 
 
-def test_where_nobody_waited_no_worst_wait_is_headed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    say(capsys, "run", *TINY, *SHORT, "trace.num_requests=1", f"hydra.run.dir={tmp_path / 'run'}")
-    said = say(capsys, "explain", str(tmp_path / "run")).out
-    assert "1 request, and none waited in the queue." in said
-    assert "Worst E2E:" in said
-    assert "Worst waiting" not in said
-
-
-def test_a_name_that_would_steer_a_terminal_is_printed_with_escapes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_would_steer_a_terminal_is_printed_with_escapes(tmp_path: Path, say: Say) -> None:
     name, shown = "\x1b[2Ja\u202eb\nc é", "\\x1b[2Ja\\u202eb\\nc é"
     rows = [{"request_id": name, "tenant": name, "arrival_time": 0, "prompt_tokens": 4, "output_tokens": 2}]
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    inspected = say(capsys, "trace", "inspect", "jsonl", str(file)).out
+    inspected = say("trace", "inspect", "jsonl", str(file)).out
     assert f"tenants         1: {shown} 100%" in inspected
-    say(capsys, "run", *TINY, "trace=jsonl", f"trace.path={file}", f"hydra.run.dir={tmp_path / 'run'}")
-    told = say(capsys, "explain", str(tmp_path / "run")).out
+    say("run", *TINY, "trace=jsonl", f"trace.path={file}", f"hydra.run.dir={tmp_path / 'run'}")
+    told = say("explain", str(tmp_path / "run")).out
     assert shown.partition("\\n")[0] in told
     assert not {"\x1b", "\u202e"} & {*told, *inspected}
 
 
-def test_mistakes_name_the_thing_and_the_fix(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    unknown = say(capsys, "explain", str(plain), "r99").error()
+def test_mistakes_name_the_thing_and_the_fix(plain: Path, tmp_path: Path, say: Say) -> None:
+    unknown = say("explain", str(plain), "r99").error()
     assert unknown == f"{plain} has no request 'r99' among its 16; nearest: r9, r8, r7"
-    sweep = say(capsys, "explain", str(tmp_path)).error()
+    sweep = say("explain", str(tmp_path)).error()
     assert sweep == f"{tmp_path} is no run, but has 1 below it; name one: {plain}"
-    assert "no such run folder" in say(capsys, "explain", str(tmp_path / "none")).error()
-    (tmp_path / "empty").mkdir()
-    assert "not a run folder" in say(capsys, "explain", str(tmp_path / "empty")).error()
 
 
 @pytest.mark.parametrize(("name", "column"), [("steps.parquet", "start_ns"), ("requests.parquet", "arrival_ns")])
 def test_one_wrong_bit_in_the_records_is_told_of_the_run_s_own_file(
-    plain: Path, name: str, column: str, capsys: pytest.CaptureFixture[str]
+    plain: Path, name: str, column: str, say: Say
 ) -> None:
     """Most wrong bits make other numbers of a file that Arrow reads."""
     chunk = pq.read_metadata(plain / name).row_group(0).column(pq.read_schema(plain / name).names.index(column))
@@ -262,33 +234,28 @@ def test_one_wrong_bit_in_the_records_is_told_of_the_run_s_own_file(
     data[chunk.data_page_offset + chunk.total_compressed_size - 1] ^= 1
     (plain / name).write_bytes(data)
     for command in ("explain", "fidelity", "timeline"):
-        said = say(capsys, command, str(plain)).error()
+        said = say(command, str(plain)).error()
         assert said.startswith(f"{plain / name}: cannot be read as Parquet (could not verify page integrity"), command
 
 
-def test_what_vllm_s_own_scheduler_did_is_told_from_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_vllm_s_own_scheduler_did_is_told_from_its_log(tmp_path: Path, say: Say) -> None:
     log = Path(__file__).with_name("observed") / "sync.jsonl.gz"
     folder = tmp_path / "run"
-    made = say(capsys, "observe", "import", str(log), "--out", str(folder))
-    assert made.status == 0, made.err
-    said = say(capsys, "explain", str(folder))
-    assert said.status == 0, said.err
-    assert "decisions.jsonl" in said.out.splitlines()[-1]
+    say("observe", "import", str(log), "--out", str(folder)).success()
+    said = say("explain", str(folder)).success()
+    assert "decisions.jsonl" in said.splitlines()[-1]
     told = Told(folder)
     assert set(told.preemptions["why"]) == {"unknown"}
     assert told.preemptions["for_request_id"].isna().all()
 
 
-def test_the_page_shows_what_the_command_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_page_shows_what_the_command_says(here: Path, say: Say) -> None:
     docs = Path(__file__).parents[2] / "docs"
     blocks = re.findall(r"```\w*\n(.*?)```", (docs / "explain.md").read_text(), re.DOTALL)
     commands = blocks[0].splitlines()
     rows = re.search(r"```json\n(.*?)```", (docs / "life-of-a-request.md").read_text(), re.DOTALL)
     assert rows is not None
-    (tmp_path / "two.jsonl").write_text(rows[1])
-    assert say(capsys, *commands[0].split()[1:]).status == 0
+    (here / "two.jsonl").write_text(rows[1])
+    say(*commands[0].split()[1:]).success()
     assert commands[1] == "testbed explain run b"
-    assert say(capsys, *commands[1].split()[1:]).out.replace("\xa0", " ") == blocks[1]
+    assert say(*commands[1].split()[1:]).out.replace("\xa0", " ") == blocks[1]

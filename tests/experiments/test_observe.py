@@ -23,6 +23,7 @@ from experiments.runs.in_vllm import device_of
 from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
 from tests.analysis.runs import change_manifest
+from tests.experiments.kit import Say
 
 LOGS = Path(__file__).parent / "observed"
 NAMES = ["sync", "async"]
@@ -85,10 +86,10 @@ def test_the_records_are_what_the_log_says(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_the_profile_can_be_read_and_the_trace_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_profile_can_be_read_and_the_trace_simulated(tmp_path: Path, say: Say) -> None:
     folder = tmp_path / "run"
-    assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
-    assert "60 steps, 4 preemptions" in capsys.readouterr().out
+    said = say("observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)).success()
+    assert "60 steps, 4 preemptions" in said
     profile = read_profile(folder / "profile.parquet")
     assert profile.manifest.versions == {"vllm": "0.32.0"}
     assert min(step.total_ns for step in profile.steps) > 0
@@ -99,13 +100,12 @@ def test_the_profile_can_be_read_and_the_trace_simulated(tmp_path: Path, capsys:
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, say: Say) -> None:
     folder, fit = tmp_path / "run", tmp_path / "fit.json"
-    assert main(["observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(folder)]) == 0
-    assert main(["calibrate", "fit", str(folder / "profile.parquet"), "--out", str(fit)]) == 0
-    capsys.readouterr()
-    assert main(["fidelity", str(folder), "cost=calibrated", f"cost.path={fit}", "--out", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
+    import_log(LOGS / "sync.jsonl.gz", folder)
+    say("calibrate", "fit", str(folder / "profile.parquet"), "--out", str(fit)).success()
+    fidelity = ("fidelity", str(folder), "cost=calibrated", f"cost.path={fit}")
+    said = say(*fidelity, "--out", str(tmp_path / "out")).success()
     assert "backend=vllm, 11 requests matched one to one" in said
     assert "3 of 14 requests did not end well and were left out" in said
     assert "priced by what was fitted" not in said
@@ -116,21 +116,18 @@ def test_a_log_is_fitted_judged_and_drawn_as_a_run_of_ours(tmp_path: Path, capsy
     told, manifest = json.loads(fit.read_text()), json.loads((folder / "manifest.json").read_text())
     told["manifest"]["device_description"] = "AMD EPYC, 7 threads"
     fit.write_text(json.dumps(told))
-    assert main(["fidelity", str(folder), "cost=calibrated", f"cost.path={fit}"]) == 0
     note = f"measured on {manifest['device']!r}, and priced by what was fitted on 'AMD EPYC, 7 threads'"
-    assert note in capsys.readouterr().out
-    assert main(["timeline", str(folder)]) == 0
+    assert note in say(*fidelity).success()
+    say("timeline", str(folder)).success()
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     assert sum("step" in event.get("args", {}) for event in events if event["ph"] == "X") == 60
 
 
-def test_who_fits_what_an_import_made_no_profile_of_is_told_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_fits_what_an_import_made_no_profile_of_is_told_why(tmp_path: Path, say: Say) -> None:
     import_log(LOGS / "async.jsonl.gz", tmp_path / "run")
-    assert main(["calibrate", "fit", str(tmp_path / "run" / "profile.parquet")]) == 1
+    profile = tmp_path / "run" / "profile.parquet"
     why = "the run there left none (asynchronous steps overlap: what each costs by itself is not known"
-    assert f"no profile at {tmp_path / 'run' / 'profile.parquet'}: {why}" in capsys.readouterr().err
+    assert f"no profile at {profile}: {why}" in say("calibrate", "fit", str(profile)).error()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -247,17 +244,14 @@ def test_what_speculation_computed_is_no_profile(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "profile.parquet").exists()
 
 
-def test_the_options_of_the_import_are_named_where_they_are_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = str(LOGS / "sync.jsonl.gz")
-    assert main(["observe", "import", log, "--out", str(tmp_path / "run")]) == 0
-    assert main(["observe", "import", log, "--out", str(tmp_path / "run")]) == 1
-    assert (said := capsys.readouterr().err.strip()).endswith("choose another --out or pass --overwrite")
-    assert "already holds a run" in said
-    assert main(["observe", "import", log, "--out", str(tmp_path / "run"), "--overwrite"]) == 0
-    assert main(["observe", "import", str(tmp_path / "nosuch")]) == 1
-    assert capsys.readouterr().err.strip().endswith("nosuch: does not exist; expected the path of an observer's log")
+def test_the_options_of_the_import_are_named_where_they_are_wrong(tmp_path: Path, say: Say) -> None:
+    command = ("observe", "import", str(LOGS / "sync.jsonl.gz"), "--out", str(tmp_path / "run"))
+    say(*command).success()
+    assert (error := say(*command).error()).endswith("choose another --out or pass --overwrite")
+    assert "already holds a run" in error
+    say(*command, "--overwrite").success()
+    missing = say("observe", "import", str(tmp_path / "nosuch")).error()
+    assert missing.endswith("nosuch: does not exist; expected the path of an observer's log")
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -379,20 +373,15 @@ def test_of_a_model_without_a_price_all_else_is_kept(tmp_path: Path, change: dic
     assert (tmp_path / "run" / "case.jsonl").exists()
 
 
-def test_who_simulates_a_model_of_another_architecture_says_whose_prices_to_take(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_simulates_a_model_of_another_architecture_says_whose_prices_to_take(tmp_path: Path, say: Say) -> None:
     """Its sizes are all there, and it is no decoder of the shape that they would be priced in."""
     lines = lines_of("sync")
     lines[0]["model"]["hf_config"] |= {"architectures": ["Mamba2ForCausalLM"]}
     import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "run")
     assert "Mamba2ForCausalLM is none of" in load_run(tmp_path / "run").manifest["unpriced"]
     again = ["run", f"from={tmp_path / 'run'}", "backend=sim", f"hydra.run.dir={tmp_path / 'sim'}"]
-    assert main(again) == 1
-    said = capsys.readouterr().err.strip()
-    assert said.endswith("say whose prices to take, as model=llama3.1_8b, or choose another cost")
-    assert "\n" not in said
-    assert main([*again, "model=llama3.1_8b", "device=h100"]) == 0
+    assert say(*again).error().endswith("say whose prices to take, as model=llama3.1_8b, or choose another cost")
+    say(*again, "model=llama3.1_8b", "device=h100").success()
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -229,10 +229,8 @@ Change = Callable[[list[dict[str, Any]]], object]
         (lambda lines: lines[0].update(version=9), "a log of version 9"),
         (lambda lines: lines[3].update(kind="surprise"), "log.jsonl:4: not a line of an observer's log"),
         (lambda lines: lines[1].pop("prompt"), "log.jsonl:2: not a line of an observer's log: it has no 'prompt'"),
-        (
-            lambda lines: lines.remove(planned(lines, 6)),
-            "(it ends step 6, and no line before it plans that step: one is missing); take the log as vLLM left it",
-        ),
+        (lambda lines: lines.remove(planned(lines, 6)),
+         "(it ends step 6, and no line before it plans that step: one is missing); take the log as vLLM left it"),
         (lambda lines: lines.__delitem__(slice(2, None)), "has no step that was finished"),
         (lambda lines: lines[0].pop("device"), "log.jsonl:1: the first line of the log is damaged: its device is None"),
         (lambda lines: lines[0].pop("vllm"), "its vllm is None"),
@@ -247,21 +245,15 @@ Change = Callable[[list[dict[str, Any]]], object]
         (lambda lines: lines[1].update(prompt=2**30), "its prompt has 1"),
         (lambda lines: planned(lines, 6).update(free_blocks=2**31), "its free_blocks is 2147483648"),
         (lambda lines: lines[3].update(emitted=[]), "log.jsonl:4: not a line of an observer's log"),
-        (
-            lambda lines: lines[1].update(max_tokens=0),
-            "log.jsonl:2: not a line of an observer's log (its max_tokens is 0)",
-        ),
-        (
-            lambda lines: planned(lines, 6).update(scheduled=dict.fromkeys(planned(lines, 6)["scheduled"], 2**30)),
-            "its scheduled is {",
-        ),
-        (
-            lambda lines: planned(lines, 6).update(step=7),
-            "not a line of an observer's log (it is step 7, and 6 are before it: a line is missing)",
-        ),
+        (lambda lines: lines[1].update(max_tokens=0),
+         "log.jsonl:2: not a line of an observer's log (its max_tokens is 0)"),
+        (lambda lines: planned(lines, 6).update(scheduled=dict.fromkeys(planned(lines, 6)["scheduled"], 2**30)),
+         "its scheduled is {"),
+        (lambda lines: planned(lines, 6).update(step=7),
+         "not a line of an observer's log (it is step 7, and 6 are before it: a line is missing)"),
         (lambda lines: lines[1].update(prompt=200), "(its prompt has 200 tokens, and a request of vLLM's 160 at most)"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path, change: Change, message: str) -> None:
     lines = lines_of("sync")
     change(lines)

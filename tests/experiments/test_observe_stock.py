@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from real.replay import CoreWait
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
-from tests.experiments.kit import latest
+from tests.experiments.kit import Said, Say
 from tests.experiments.test_observe import lines_of
 
 NUM_REQUESTS = 6
@@ -91,10 +92,6 @@ class Vllm:
         self._file.close()
 
 
-def start(monkeypatch: pytest.MonkeyPatch, on_step: Callable[[int], object], kind: type[Vllm] = Vllm) -> None:
-    monkeypatch.setattr(stock, "build_vllm_backend", lambda config, observe, told: kind(observe, on_step))
-
-
 def settings(folder: Path) -> list[str]:
     return [
         "backend=vllm", "backend.decides=vllm", "backend.pace=as_fast_as_possible", "device=cpu",
@@ -104,10 +101,25 @@ def settings(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def run(folder: Path, *more: str) -> int:
-    """The exit status."""
-    (folder.parent / "config.json").write_text(json.dumps(lines_of("sync")[0]["model"]["hf_config"]))
-    return main(["run", *latest(*settings(folder), f"hydra.run.dir={folder}", *more)])
+Run = Callable[..., Said]
+
+
+def does_nothing(number: int) -> None:
+    pass
+
+
+@pytest.fixture
+def run(say: Say, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs in `run` with what stands for vLLM, whose steps are told to on_step; model: other facts of its shape."""
+
+    def run(
+        *more: str, on_step: Callable[[int], object] = does_nothing, kind: type[Vllm] = Vllm, **model: object
+    ) -> Said:
+        monkeypatch.setattr(stock, "build_vllm_backend", lambda config, observe, told: kind(observe, on_step))
+        (tmp_path / "config.json").write_text(json.dumps(lines_of("sync")[0]["model"]["hf_config"] | model))
+        return say("run", *settings(tmp_path / "run"), f"hydra.run.dir={tmp_path / 'run'}", *more)
+
+    return run
 
 
 def dies(number: int, at: int = 6) -> None:
@@ -135,27 +147,17 @@ class Unstarted(Vllm):
         raise ConfigError("vLLM did not start")
 
 
-def said_by(capsys: pytest.CaptureFixture[str]) -> str:
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    return line
-
-
-def test_a_whole_run_replaces_an_earlier_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    start(monkeypatch, lambda number: None)
+def test_a_whole_run_replaces_an_earlier_one(run: Run, tmp_path: Path) -> None:
     for more in ((), ("overwrite=true",)):
-        assert run(tmp_path / "run", *more) == 0
+        run(*more).success()
         found = load_run(tmp_path / "run")
         assert (len(found.requests), len(found.steps)) == (NUM_REQUESTS, 4 * NUM_REQUESTS)
         assert (found.manifest["status"], found.manifest["num_unsent"]) == ("complete", 0)
     assert [file.name for file in (tmp_path / "run").glob("observed*")] == ["observed.jsonl"]
 
 
-def test_it_says_who_decided_what_was_done_to_the_trace_and_where_it_ran(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(monkeypatch, lambda number: None)
-    assert run(tmp_path / "run", "trace.max_prompt_tokens=10") == 0
-    said = capsys.readouterr().out
+def test_it_says_who_decided_what_was_done_to_the_trace_and_where_it_ran(run: Run, tmp_path: Path) -> None:
+    said = run("trace.max_prompt_tokens=10").success()
     assert "in vLLM, scheduler=vllm_v1 (vLLM's own), trace synthetic" in said
     assert f"note         lengths clipped to max_prompt_tokens=10: those of {NUM_REQUESTS} requests" in said
     manifest = load_run(tmp_path / "run").manifest
@@ -163,9 +165,7 @@ def test_it_says_who_decided_what_was_done_to_the_trace_and_where_it_ran(
     assert (manifest["machine"], manifest["started_in"]) == (describe_machine(), os.getcwd())
 
 
-def test_arrivals_that_outran_the_engine_are_told_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arrivals_that_outran_the_engine_are_told_of(run: Run, tmp_path: Path) -> None:
     first_s: list[float] = []
 
     def becomes_slow(number: int) -> None:
@@ -173,37 +173,29 @@ def test_arrivals_that_outran_the_engine_are_told_of(
         first_s.append(time.monotonic())
         time.sleep(1e-3 if first_s[-1] < first_s[0] + 0.15 else 60e-3)
 
-    start(monkeypatch, becomes_slow)
     pace = ["backend.pace=real_time", "trace.num_requests=400", "trace.rate=1000"]
-    assert run(tmp_path / "run", *pace, "trace.output={kind:constant,value:10}") == 0
-    assert "note         arrivals outran the engine" in capsys.readouterr().out
+    said = run(*pace, "trace.output={kind:constant,value:10}", on_step=becomes_slow).success()
+    assert "note         arrivals outran the engine" in said
 
 
-def test_records_that_are_made_from_the_log_as_it_is_are_told_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(monkeypatch, lambda number: None)
-    assert run(tmp_path / "run", "record.status_s=0.1", "record.operators=true") == 0
-    said = capsys.readouterr().out
+def test_records_that_are_made_from_the_log_as_it_is_are_told_of(run: Run, tmp_path: Path) -> None:
+    said = run("record.status_s=0.1", "record.operators=true").success()
     for name in ("status_s", "operators"):
         assert f"note         record.{name} has no effect with backend.decides=vllm" in said
     assert "record.steps has" not in said
 
 
-def test_a_machine_that_did_not_keep_pace_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_did_not_keep_pace_is_told_of(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As for runs that this testbed's scheduler decides, with which these are compared."""
 
     def oversleep(self: RealTimeClock, until_ns: int) -> None:
         while self.now_ns() < until_ns + 20_000_000:
             time.sleep(1e-3)
 
-    start(monkeypatch, lambda number: None)
     monkeypatch.setattr(RealTimeClock, "wait_until", oversleep)
     monkeypatch.setattr(CoreWait, "share", lambda self: 0.5)
-    assert run(tmp_path / "run", "backend.pace=real_time", "trace.rate=20") == 0
-    said, manifest = capsys.readouterr().out, load_run(tmp_path / "run").manifest
+    said = run("backend.pace=real_time", "trace.rate=20").success()
+    manifest = load_run(tmp_path / "run").manifest
     assert "note         REPLAY LAG: " in said
     assert "note         BUSY MACHINE: for 50 % of the time" in said
     assert manifest["replay"]["num_arrivals"] == NUM_REQUESTS
@@ -213,12 +205,11 @@ def test_a_machine_that_did_not_keep_pace_is_told_of(
 
 @pytest.mark.parametrize(("version", "ends_round"), [("0.32.0", True), ("0.33.0", False)])
 def test_a_run_is_simulated_by_the_rules_of_the_version_that_ran(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, ends_round: bool
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, ends_round: bool
 ) -> None:
     """And it is the run that was asked for, to whoever asks again."""
     monkeypatch.setattr(Vllm, "version", version)
-    start(monkeypatch, lambda number: None)
-    assert run(tmp_path / "run") == 0
+    run().success()
     found = load_run(tmp_path / "run").config["scheduler"]
     said = found["composition"]
     assert (said.get("own_victim_ends_round", False) if isinstance(said, dict) else False) == ends_round
@@ -230,86 +221,66 @@ def test_a_run_is_simulated_by_the_rules_of_the_version_that_ran(
     assert load_run(tmp_path / "run").manifest["identity"]["config"] == identity_of(asked).config
 
 
-def test_a_profile_is_of_what_vllm_computed_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_profile_is_of_what_vllm_computed_in(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """backend.dtype, whatever the weights are in; the configuration's model stays that of the run's neighbours."""
     monkeypatch.setattr(Vllm, "dtype", "float16")
-    start(monkeypatch, lambda number: None)
-    assert run(tmp_path / "run", "backend.dtype=float16") == 0
+    run("backend.dtype=float16").success()
     profile = read_profile(tmp_path / "run" / "profile.parquet").manifest
     assert (profile.dtype, profile.model["dtype"]) == ("float16", "float16")
     assert load_run(tmp_path / "run").config["model"]["dtype"] == "bfloat16"
 
 
-def test_a_model_without_a_price_is_told_of_as_in_an_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    start(monkeypatch, lambda number: None)
-    shape = lines_of("sync")[0]["model"]["hf_config"] | {"architectures": ["GemmaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    assert main(["run", *settings(tmp_path / "run"), f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+def test_a_model_without_a_price_is_told_of_as_in_an_import(run: Run, tmp_path: Path) -> None:
+    run(architectures=["GemmaForCausalLM"]).success()
     manifest = load_run(tmp_path / "run").manifest
     assert "has no price here: GemmaForCausalLM is none of" in manifest["unpriced"]
     assert manifest["no_profile"] == manifest["unpriced"]
     assert not (tmp_path / "run" / "profile.parquet").exists()
 
 
-def test_a_log_of_which_no_run_was_made_is_set_aside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_log_of_which_no_run_was_made_is_set_aside(run: Run, tmp_path: Path) -> None:
     """The process was killed."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "observed.jsonl").write_text("what was served")
-    start(monkeypatch, lambda number: None)
-    assert run(tmp_path / "run") == 0
+    run().success()
     assert (tmp_path / "run" / "observed.jsonl-1").read_text() == "what was served"
 
 
-def test_where_vllm_does_not_start_the_run_that_was_there_is_as_before(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    start(monkeypatch, lambda number: None)
-    assert run(tmp_path / "run") == 0
+def test_where_vllm_does_not_start_the_run_that_was_there_is_as_before(run: Run, tmp_path: Path) -> None:
+    run().success()
     before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
 
-    start(monkeypatch, lambda number: None, Unstarted)
-    assert run(tmp_path / "run", "overwrite=true") == 1
+    assert run("overwrite=true", kind=Unstarted).status == 1
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
 
 
-def test_where_vllm_does_not_start_no_folder_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    start(monkeypatch, lambda number: None, Unstarted)
-    assert run(tmp_path / "run") == 1
+def test_where_vllm_does_not_start_no_folder_is_left(run: Run, tmp_path: Path) -> None:
+    assert run(kind=Unstarted).status == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_while_one_runs_there_is_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_while_one_runs_there_is_no_other(run: Run, tmp_path: Path) -> None:
     seen: list[bool] = []
-    start(monkeypatch, lambda number: seen.append(is_locked(tmp_path / "run")))
-    assert run(tmp_path / "run") == 0
+    run(on_step=lambda number: seen.append(is_locked(tmp_path / "run"))).success()
     assert set(seen) == {True}
     kept = (tmp_path / "run" / "observed.jsonl").read_text()
     with locked(tmp_path / "run"):
-        assert run(tmp_path / "run", "overwrite=true") == 1
-    assert "another process is writing to" in said_by(capsys)
+        assert "another process is writing to" in run("overwrite=true").error()
     assert (tmp_path / "run" / "observed.jsonl").read_text() == kept
 
 
-def test_interrupted_before_its_first_step_a_run_says_just_that(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_before_its_first_step_a_run_says_just_that(run: Run, tmp_path: Path) -> None:
     def press(number: int) -> None:
         raise KeyboardInterrupt
 
-    start(monkeypatch, press)
-    assert run(tmp_path / "run") == 130
-    assert "Traceback" not in capsys.readouterr().err
+    said = run(on_step=press)
+    assert said.status == 130
+    assert "Traceback" not in said.err
 
 
 @pytest.mark.parametrize("kind", [Vllm, Dead])
-def test_when_vllm_dies_what_was_finished_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Vllm]
-) -> None:
-    start(monkeypatch, dies, kind)
-    assert run(tmp_path / "run") == 1
-    said = said_by(capsys)
+def test_when_vllm_dies_what_was_finished_is_kept(run: Run, tmp_path: Path, kind: type[Vllm]) -> None:
+    said = run(on_step=dies, kind=kind).error()
     assert f"failed after 1 of {NUM_REQUESTS} requests: vLLM raised RuntimeError: CUDA error: out of luck" in said
     assert f"partial results kept in {tmp_path / 'run'}" in said
     found = load_run(tmp_path / "run")
@@ -318,25 +289,19 @@ def test_when_vllm_dies_what_was_finished_is_kept(
     assert not (tmp_path / "run" / "done").exists()
 
 
-def test_of_an_overwritten_run_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    start(monkeypatch, lambda number: None)
-    assert run(tmp_path / "run") == 0
+def test_of_an_overwritten_run_nothing_is_left(run: Run, tmp_path: Path) -> None:
+    run().success()
     assert (tmp_path / "run" / "case.jsonl").exists()
-    start(monkeypatch, dies)
-    assert run(tmp_path / "run", "overwrite=true") == 1
+    assert run("overwrite=true", on_step=dies).status == 1
     assert len(load_run(tmp_path / "run").steps) == 6
     assert not (tmp_path / "run" / "case.jsonl").exists()
 
 
-def test_of_a_run_that_is_not_replaced_by_a_whole_one_records_and_log_stay(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    start(monkeypatch, lambda number: None)
-    assert run(tmp_path / "run") == 0
+def test_of_a_run_that_is_not_replaced_by_a_whole_one_records_and_log_stay(run: Run, tmp_path: Path) -> None:
+    run().success()
     before, log = load_run(tmp_path / "run"), (tmp_path / "run" / "observed.jsonl").read_text()
     for num_steps in (0, 2, 6):  # no run could be made; of no finished request; of one
-        start(monkeypatch, lambda number, num_steps=num_steps: dies(number, num_steps))
-        assert run(tmp_path / "run", "overwrite=true") == 1
+        assert run("overwrite=true", on_step=partial(dies, at=num_steps)).status == 1
         place = tmp_path / "run" / (".replaced" if num_steps else "")
         assert load_run(place).requests.equals(before.requests)
         assert load_run(place).manifest == before.manifest
@@ -344,22 +309,15 @@ def test_of_a_run_that_is_not_replaced_by_a_whole_one_records_and_log_stay(
         assert len(load_run(tmp_path / "run").steps) == (num_steps or len(before.steps))
 
 
-def test_an_interrupted_run_says_what_was_not_sent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(monkeypatch, is_interrupted)
-    assert run(tmp_path / "run") == 130
+def test_an_interrupted_run_says_what_was_not_sent(run: Run, tmp_path: Path) -> None:
+    said = run(on_step=is_interrupted)
     kept = f"partial results kept in {tmp_path / 'run'}"
-    assert said_by(capsys) == f"error: interrupted after 1 of {NUM_REQUESTS} requests; {kept}"
+    assert (said.status, said.error()) == (130, f"interrupted after 1 of {NUM_REQUESTS} requests; {kept}")
     assert load_run(tmp_path / "run").manifest["num_unsent"] == NUM_REQUESTS - 2
 
 
-def test_where_no_run_can_be_made_the_log_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start(monkeypatch, lambda number: dies(number, 0))
-    assert run(tmp_path / "run") == 1
-    said, log = said_by(capsys), tmp_path / "run" / "observed.jsonl"
+def test_where_no_run_can_be_made_the_log_is_named(run: Run, tmp_path: Path) -> None:
+    said, log = run(on_step=partial(dies, at=0)).error(), tmp_path / "run" / "observed.jsonl"
     assert "vLLM raised RuntimeError: CUDA error: out of luck; no run could be made of the log" in said
     assert said.endswith(f"it is kept: testbed observe import {log}")
     assert log.exists()

@@ -34,6 +34,8 @@ from analysis.reports.first_screen import MAX_SENTENCES, answer, conditions
 from analysis.reports.trust import trust
 from tests.analysis.runs import write_run
 
+BASE = [Arm("base", {}, ())]
+
 
 def row(arm: str, index: int, change: float, *, claimed: bool = True) -> Comparison:
     said = ("higher" if change > 0 else "lower") if claimed else "inside the noise"
@@ -43,19 +45,19 @@ def row(arm: str, index: int, change: float, *, claimed: bool = True) -> Compari
 def test_effects_are_told_by_their_size_and_no_more_than_five_sentences() -> None:
     names = [f"arm {index}" for index in range(9)]
     rows = [row(name, 0, -0.1 * (index + 1)) for index, name in enumerate(names)] + [row("arm 8", 1, 0.3)]
-    said = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)
+    said = answer([Compared("", BASE, rows, ())], None)
     assert len(said) == MAX_SENTENCES
     assert said[0].startswith("arm 8 against base: better in mean TTFT (−59")
     assert "worse in P99 TTFT (+35" in said[0]
     assert [text.split(" against")[0] for text in said[:4]] == ["arm 8", "arm 7", "arm 6", "arm 5"]
     assert said[4] == "5 more differences are below, under “All findings”."
-    (only,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None, most=1)
+    (only,) = answer([Compared("", BASE, rows, ())], None, most=1)
     assert only == f"{said[0].removesuffix('.')}; 8 more differences are below, under “All findings”."
 
 
 def test_arms_with_equal_changes_share_a_sentence() -> None:
     rows = [row(name, 0, change) for name, change in {"a": -0.1, "b": -0.3, "c": -0.1}.items()]
-    groups = [Compared("", [Arm("base", {}, ())], rows, ())]
+    groups = [Compared("", BASE, rows, ())]
     assert [text.partition(":")[0] for text in answer(groups, None)] == ["b against base", "a and c against base"]
     groups += [Compared("9 requests/s", groups[0].arms, [row("a", 0, 0.2)], ())]
     first, *_ = answer(groups, None)
@@ -67,12 +69,11 @@ def test_arms_with_equal_changes_share_a_sentence() -> None:
 
 
 def test_what_is_inside_the_noise_is_no_answer() -> None:
-    base = [Arm("base", {}, ())]
-    assert answer([Compared("", base, [row("a", 0, 0.2, claimed=False)], ())], None) == [
+    assert answer([Compared("", BASE, [row("a", 0, 0.2, claimed=False)], ())], None) == [
         "Nothing that was compared differs beyond the noise."
     ]
     both = [row("a", 0, 0.2, claimed=False), row("b", 0, 0.2)]
-    assert answer([Compared("9 requests/s", base, both, ())], None) == [
+    assert answer([Compared("9 requests/s", BASE, both, ())], None) == [
         "At 9 requests/s, b against base: worse in mean TTFT (+22\u00a0%, to 1.00\u00a0s).",
         "a against base shows no difference beyond the noise.",
     ]
@@ -83,32 +84,31 @@ def test_that_effects_are_averages_is_said_once() -> None:
         Effect("x.a", 0, level, row(str(level), 0, 0.1, claimed=False), (("base", "a"), ("b", "ab")), None)
         for level in (1, 2)
     ]
-    *_, said = answer([Compared("", [Arm("base", {}, ())], [row("c", 1, 0.5)], effects)], None)
+    *_, said = answer([Compared("", BASE, [row("c", 1, 0.5)], effects)], None)
     assert said == (
         "On average over the other factors, a 1 instead of 0 and a 2 instead of 0 show no difference beyond the noise."
     )
 
 
 def test_what_is_equivalent_is_not_called_noise() -> None:
-    base, equal = [Arm("base", {}, ())], replace(row("a", 0, 0.05), verdict="equivalent")
+    equal = replace(row("a", 0, 0.05), verdict="equivalent")
     for others, text in (([], "±10 %"), ([row("a", 1, 0.2, claimed=False)], "the noise or ±10 %")):
-        (said,) = answer([Compared("", base, [equal, *others], ())], None, margin=0.1)
+        (said,) = answer([Compared("", BASE, [equal, *others], ())], None, margin=0.1)
         assert said == f"Nothing that was compared differs beyond {text}."
-    told = answer([Compared("", base, [equal, row("a", 1, 0.3)], ())], None, "mean TTFT?", 0.1)
+    told = answer([Compared("", BASE, [equal, row("a", 1, 0.3)], ())], None, "mean TTFT?", 0.1)
     assert told[0].endswith("no difference beyond ±10 % in mean TTFT.")
 
 
 def test_every_metric_that_the_question_names_is_told() -> None:
     rows = [row("a", index, 0.1 + 0.1 * index) for index in range(4)]
-    (said,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None, "TTFT, TPOT?")
+    (said,) = answer([Compared("", BASE, rows, ())], None, "TTFT, TPOT?")
     assert all(f"{LATENCY[index].label} (+" in said for index in range(4))
 
 
 def test_what_has_a_claim_at_one_load_is_not_called_without_a_difference() -> None:
-    base = [Arm("base", {}, ())]
     groups = [
-        Compared("9 requests/s", base, [row("a", 0, 0.2, claimed=False)], ()),
-        Compared("20 requests/s", base, [row("a", 0, -0.4)], ()),
+        Compared("9 requests/s", BASE, [row("a", 0, 0.2, claimed=False)], ()),
+        Compared("20 requests/s", BASE, [row("a", 0, -0.4)], ()),
     ]
     said, quiet = answer(groups, None)
     assert said.startswith("At 20 requests/s, a against base: better")
@@ -117,14 +117,14 @@ def test_what_has_a_claim_at_one_load_is_not_called_without_a_difference() -> No
 
 def test_arms_with_claims_of_the_metrics_that_the_question_names_come_first() -> None:
     rows = [row("a", 2, 0.6), row("b", 0, 0.1)]
-    groups = [Compared("", [Arm("base", {}, ())], rows, ())]
+    groups = [Compared("", BASE, rows, ())]
     assert [text.split(" ")[0] for text in answer(groups, None)] == ["a", "b"]
     assert [text.split(" ")[0] for text in answer(groups, None, "What does TTFT do?")] == ["b", "a"]
 
 
 def test_arms_are_ranked_by_the_metrics_that_the_question_names() -> None:
     rows = [row("a", 4, -0.3), row("a", 1, 2.0), row("b", 4, -0.8)]  # of mean E2E, and a's P99 TTFT
-    groups = [Compared("", [Arm("base", {}, ())], rows, ())]
+    groups = [Compared("", BASE, rows, ())]
     assert [text.split(" ")[0] for text in answer(groups, None)] == ["a", "b"]
     assert [text.split(" ")[0] for text in answer(groups, None, "Which has the lowest mean E2E?")] == ["b", "a"]
     of_deadlines = replace(rows[2], metric=DEADLINES, verdict="inside the noise")
@@ -147,9 +147,8 @@ def test_the_slo_comes_last_where_the_question_names_other_metrics_only(question
 
 
 def test_what_is_better_at_one_load_and_worse_at_another_is_told_first() -> None:
-    base = [Arm("base", {}, ())]
     changes = {"9 requests/s": 0.1, "12 requests/s": -0.05, "20 requests/s": -0.4}
-    groups = [Compared(load, base, [row("a", 0, change), row("b", 0, 0.6)], ()) for load, change in changes.items()]
+    groups = [Compared(load, BASE, [row("a", 0, change), row("b", 0, 0.6)], ()) for load, change in changes.items()]
     said = answer(groups, None)
     assert len(said) == MAX_SENTENCES
     assert said[0].replace("\u00a0", " ") == (
@@ -157,7 +156,7 @@ def test_what_is_better_at_one_load_and_worse_at_another_is_told_first() -> None
         "20 requests/s."
     )
     assert "turns" in answer(groups, None, "What TTFT?")[0]
-    assert "turns" in answer([*groups, Compared("30", base, [row("b", 2, 0.1)], ())], None, "What TPOT?")[1]
+    assert "turns" in answer([*groups, Compared("30", BASE, [row("b", 2, 0.1)], ())], None, "What TPOT?")[1]
     assert not any("turns" in text for text in answer(groups[1:], None))
     assert not any("turns" in text for text in said[1:])
 
@@ -179,19 +178,19 @@ def test_an_average_that_hides_two_signs_is_told_by_cells() -> None:
     ends = (row("b 0", 0, -0.2, claimed=False), row("b 1", 0, 0.01, claimed=False))
     interaction = Interaction(ends, Estimate(0.2, 0.1, 0.3, 5, "paired t", "log_ratio"))
     effect = Effect("x.a", 0, 1, row("1", 0, -0.1), (("base", "a"), ("b", "ab")), interaction)
-    (said,) = answer([Compared("", [Arm("base", {}, ())], [row("a", 0, -0.1)], [effect])], None)
+    (said,) = answer([Compared("", BASE, [row("a", 0, -0.1)], [effect])], None)
     assert said.replace("\u00a0", " ") == (
         "a 1 instead of 0: mean TTFT is inside the noise with b 0 (−18 %) and inside the noise with b 1 (+1.0 %)."
     )
     quiet = Effect("x.a", 0, 1, row("1", 4, 0.01, claimed=False), effect.pairs, None)
-    (asked,) = answer([Compared("", [Arm("base", {}, ())], [row("a", 0, -0.1)], [effect, quiet])], None, "mean E2E?")
+    (asked,) = answer([Compared("", BASE, [row("a", 0, -0.1)], [effect, quiet])], None, "mean E2E?")
     none = "; on average over the other factors, no difference beyond the noise in mean E2E."
     assert asked == f"{said.removesuffix('.')}{none}", "the metric that the question names is told"
 
 
 def test_no_interval_is_no_equality() -> None:
     rows = [Comparison("a", metric, 1.0, None, "unknown") for metric in LATENCY]
-    (said,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)
+    (said,) = answer([Compared("", BASE, rows, ())], None)
     assert said == "There is too little data for a claim: too few replicates, or too few requests of one."
 
 
@@ -199,7 +198,7 @@ def test_what_has_no_interval_is_not_called_equal_where_the_rest_is() -> None:
     """Of one trace a mean has an interval, and neither a rate nor a short tail has."""
     unknown = Estimate(-0.04, -math.inf, math.inf, 1, "paired t", "log_ratio")
     rows = [row("a", 0, 0.001, claimed=False), Comparison("a", LATENCY[3], 1.0, unknown, "unknown")]
-    (said,) = answer([Compared("", [Arm("base", {}, ())], rows, ())], None)
+    (said,) = answer([Compared("", BASE, rows, ())], None)
     assert said.startswith("There is too little data for a claim")
     name = LATENCY[3].label
     assert said.endswith(f"too few requests of one, in {name}; no difference beyond the noise in the rest.")
@@ -209,13 +208,13 @@ def test_one_metric_without_an_interval_hides_no_comparison() -> None:
     """P99 ITL of one trace never has an interval."""
     unknown = Estimate(-0.001, -math.inf, math.inf, 1, "paired t", "log_ratio")
     quiet = [row("b", 0, 0.001, claimed=False), Comparison("b", P99_ITL, 1.0, unknown, "unknown")]
-    base, untested = [Arm("base", {}, ())], "P99 ITL (\u22120.1\u00a0%) has no interval"
-    (said,) = answer([Compared("", base, quiet, ())], None)
+    untested = "P99 ITL (\u22120.1\u00a0%) has no interval"
+    (said,) = answer([Compared("", BASE, quiet, ())], None)
     assert said == f"Nothing that was compared differs beyond the noise; {untested}."
-    *_, last = answer([Compared("", base, [row("a", 0, -0.1), *quiet], ())], None)
+    *_, last = answer([Compared("", BASE, [row("a", 0, -0.1), *quiet], ())], None)
     assert last == f"b against base shows no difference beyond the noise; {untested}."
     both = [*quiet, *(replace(one, arm="c") for one in quiet)]
-    (said,) = answer([Compared("", base, both, ())], None)
+    (said,) = answer([Compared("", BASE, both, ())], None)
     assert said == "Nothing that was compared differs beyond the noise; P99 ITL has no interval."
 
 

@@ -11,13 +11,12 @@ pytest.importorskip("torch")
 
 from experiments.bench import engine, offline
 from testbed.errors import TestbedError
-from tests.experiments.kit import say
 
 TINY = replace(engine.SMALL, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
                num_key_value_heads=1, head_dim=16, vocab_size=128)  # fmt: skip
 
 
-def test_steps_and_whole_runs_are_shown(capsys, monkeypatch):
+def test_steps_and_whole_runs_are_shown(say, monkeypatch):
     small = {"SMALL": TINY, "BATCHES": (1, 3), "PROMPTS": (16,), "SAMPLED": 2, "MIXED": (2, 5)}
     for name, value in small.items():
         monkeypatch.setattr(engine, name, value)
@@ -25,16 +24,15 @@ def test_steps_and_whole_runs_are_shown(capsys, monkeypatch):
     monkeypatch.setattr(offline, "cpu_loads", lambda vocab_size: loads)
     monkeypatch.setattr(offline, "CPU_ARMS", ("transformers.generate", "this engine"))
     arguments = ("--device", "cpu", "--repeats", "1", "--threads", "1", "--dtypes", "float32")
-    said = say(capsys, "bench", "engine", *arguments)
-    assert said.status == 0, said.err
-    lines = said.out.splitlines()
+    said = say("bench", "engine", *arguments).success()
+    lines = said.splitlines()
     for start in (
         "  decode, batch 3, context 256", "  temperature 1, batch 2", "  prefill, 16 tokens", "  mixed, 2 and 5 tokens",
         "  transformers.generate", "  this engine",
     ):  # fmt: skip
-        assert any(line.startswith(start) for line in lines), said.out
-    assert "3 of 3 outputs are those of transformers.generate, token for token" in said.out
-    _, _, mixed = said.out.partition("2 mixed")
+        assert any(line.startswith(start) for line in lines), said
+    assert "3 of 3 outputs are those of transformers.generate, token for token" in said
+    _, _, mixed = said.partition("2 mixed")
     assert "transformers.generate" not in mixed, "one padded batch would hold tokens that nobody asked for"
     assert "this engine" in mixed
 
@@ -69,8 +67,8 @@ def test_the_least_time_of_a_step():
         (("--models", "qwen3_8b"), "--models is for a GPU: on a CPU one small model is measured"),
     ],
 )
-def test_what_a_cpu_does_not_measure(capsys, arguments, problem):
-    said = say(capsys, "bench", "engine", "--device", "cpu", *arguments)
+def test_what_a_cpu_does_not_measure(say, arguments, problem):
+    said = say("bench", "engine", "--device", "cpu", *arguments)
     assert said.status == 1
     assert problem in said.err
 
@@ -125,7 +123,7 @@ def test_a_contender_that_fails_says_so_in_one_line(tmp_path):
         (["--device", "cpu", "--parts", "swap"], "--parts swap needs a GPU"),
     ],
 )
-def test_mistakes_are_one_line(capsys, arguments, words):
-    said = say(capsys, "bench", "engine", *arguments)
+def test_mistakes_are_one_line(say, arguments, words):
+    said = say("bench", "engine", *arguments)
     assert said.status != 0
     assert words in said.err

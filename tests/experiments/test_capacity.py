@@ -25,7 +25,7 @@ from experiments.configuration.config import RunConfig
 from experiments.runs.run import execute
 from testbed.errors import RunFolderError
 from tests.experiments.capacity_kit import BUSY, ends
-from tests.experiments.kit import REAL, SHORT, TINY, Said, config_of, say, write_rows
+from tests.experiments.kit import REAL, SHORT, TINY, Said, Say, config_of, write_rows
 
 ONE_TOKEN = (
     "model=tiny", "cost=constant", "cost.step_s=0.01", "scheduler.max_num_seqs=1", "cache.prefix_caching=false",
@@ -36,6 +36,12 @@ ONE_TOKEN = (
 def capacity_of(folder: Path, *overrides: str, **options: Any) -> Found:
     (found,) = find_capacity(*overrides, folder=folder, **options).found
     return found
+
+
+def first_failed(found: Found) -> str | None:
+    """The limit over which most requests are at the lowest rate that failed."""
+    assert found.at_failed is not None
+    return found.at_failed.first_failed(found.arm.share)
 
 
 # --- the search alone ---
@@ -83,9 +89,7 @@ def test_regular_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
     kept, failed = ends(found)
     assert kept <= 100.5
     assert 99.9 <= failed <= kept * 1.006
-    at = found.at_failed
-    assert at is not None
-    assert at.first_failed(found.arm.share) == "ttft_s"
+    assert first_failed(found) == "ttft_s"
 
 
 def test_poisson_arrivals_to_a_server_of_constant_time(tmp_path: Path) -> None:
@@ -114,9 +118,7 @@ def test_a_queue_that_grows_fails_although_no_limit_does(tmp_path: Path) -> None
     kept, failed = ends(found)
     assert kept <= 400 * 1.12
     assert failed >= 400
-    at = found.at_failed
-    assert at is not None
-    assert at.first_failed(found.arm.share) == "queue"
+    assert first_failed(found) == "queue"
 
 
 def test_time_per_token_that_grows_with_the_batch(tmp_path: Path) -> None:
@@ -130,9 +132,7 @@ def test_time_per_token_that_grows_with_the_batch(tmp_path: Path) -> None:
         "trace.output={kind: constant, value: 50}", "trace.num_requests=1000", "trace.rate=8", "slo.tpot_s=0.03",
     )  # fmt: skip
     assert found.capacity == pytest.approx((1 - 0.01 / 0.03) / (0.001 * 49), rel=0.04)
-    at = found.at_failed
-    assert at is not None
-    assert at.first_failed(found.arm.share) == "tpot_s"
+    assert first_failed(found) == "tpot_s"
 
 
 def test_a_recorded_trace_is_scaled_and_its_rate_reported(tmp_path: Path) -> None:
@@ -244,20 +244,18 @@ def test_what_the_watch_counts_is_what_the_records_say(more: tuple[str, ...], tm
 # --- what is said ---
 
 
-def test_a_pool_that_the_gpu_could_not_hold_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_that_the_gpu_could_not_hold_is_told(tmp_path: Path, say: Say) -> None:
     for memory_bytes, is_told in ((10**6, True), (10**12, False)):
         device = ("device=h100", f"device.memory_bytes={memory_bytes}", "cache.num_gpu_blocks=400")
-        said = say(capsys, "capacity", *BUSY, *device, "slo.ttft_s=0.2", "--out", str(tmp_path / str(memory_bytes)))
-        assert said.status == 0, said.err
-        assert ("cache.num_gpu_blocks=400 and the weights take" in said.out) is is_told
+        said = say("capacity", *BUSY, *device, "slo.ttft_s=0.2", "--out", str(tmp_path / str(memory_bytes))).success()
+        assert ("cache.num_gpu_blocks=400 and the weights take" in said) is is_told
 
 
-def test_the_table_the_files_and_the_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_the_files_and_the_names(tmp_path: Path, say: Say) -> None:
     more = ("scheduler.max_num_seqs=2,8", "slo.ttft_s=0.2", "--out", str(tmp_path))
-    said = say(capsys, "capacity", *(item for item in BUSY if "max_num_seqs" not in item), *more)
-    assert said.status == 0, said.err
-    assert re.search(r"^\| max num seqs 2 +\| [\d.]+ req/s +\| [\d.]+ ", said.out, re.MULTILINE)
-    assert "note: one seed: the interval takes requests as independent, which they are not" in said.out
+    said = say("capacity", *(item for item in BUSY if "max_num_seqs" not in item), *more).success()
+    assert re.search(r"^\| max num seqs 2 +\| [\d.]+ req/s +\| [\d.]+ ", said, re.MULTILINE)
+    assert "note: one seed: the interval takes requests as independent, which they are not" in said
     result = json.loads((tmp_path / "capacity.json").read_text())
     two, eight = result["policies"]
     assert two["capacity"] < eight["capacity"]
@@ -267,7 +265,7 @@ def test_the_table_the_files_and_the_names(tmp_path: Path, capsys: pytest.Captur
     assert two["fails_first"] == "ttft_s"
     assert (tmp_path / "capacity.png").exists()
     text = (tmp_path / "capacity.md").read_text()
-    assert said.out.splitlines()[0] in text
+    assert said.splitlines()[0] in text
     assert "\n- note: one seed: " in text, "else Markdown runs the notes together"
     assert "![goodput and attainment](capacity.png)" in text
 
@@ -281,42 +279,41 @@ def test_policies_are_called_as_in_a_report() -> None:
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_a_model_of_a_folder_goes_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_a_folder_goes_by_its_name(tmp_path: Path, say: Say) -> None:
     folder = tmp_path / "own_model"
     folder.mkdir()
     shape = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "vocab_size": 256, "max_position_embeddings": 512}
     (folder / "config.json").write_text(json.dumps(shape | heads))
     settings = (*ONE_TOKEN, f"model.path={folder}", "slo.ttft_s=1", "slo.attainment=0.5", "trace.num_requests=20")
-    said = say(capsys, "capacity", *settings, "--out", str(tmp_path / "found"))
-    assert said.status == 0, said.err
-    assert "sim, own_model on " in said.out
+    said = say("capacity", *settings, "--out", str(tmp_path / "found")).success()
+    assert "sim, own_model on " in said
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_no_rate_is_low_enough_or_high_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "capacity", *ONE_TOKEN, "slo.ttft_s=0.009", "--out", str(tmp_path / "low"))
+def test_no_rate_is_low_enough_or_high_enough(tmp_path: Path, say: Say) -> None:
+    said = say("capacity", *ONE_TOKEN, "slo.ttft_s=0.009", "--out", str(tmp_path / "low"))
     assert "200 of 200 requests are over slo.ttft_s (0.009 s, with a mean of 0.01 s)" in said.error()
     assert "| vllm_v1 | 0 req/s " in said.out
-    said = say(capsys, "capacity", *ONE_TOKEN, "slo.ttft_s=0.05", "trace.rate=1e6", "--out", str(tmp_path / "haste"))
+    said = say("capacity", *ONE_TOKEN, "slo.ttft_s=0.05", "trace.rate=1e6", "--out", str(tmp_path / "haste"))
     assert "has a capacity below 976.5 req/s, the lowest rate tried: " in said.error()
     assert "; start lower, as trace.rate=488.275, or widen the limit" in said.error()
     assert "| vllm_v1 | < 976.5 req/s " in said.out
     never = (*ONE_TOKEN, "trace.prompt={kind: constant, value: 40}", "cache.num_gpu_blocks=1", "slo.ttft_s=1")
-    said = say(capsys, "capacity", *never, "--out", str(tmp_path / "never"))
+    said = say("capacity", *never, "--out", str(tmp_path / "never"))
     assert "they can never fit, or were cancelled; give them more KV blocks (cache.num_gpu_blocks, " in said.error()
     fast = (*ONE_TOKEN, "cost.step_s=1e-6", "slo.ttft_s=1")
-    said = say(capsys, "capacity", *fast, "--out", str(tmp_path / "high"))
+    said = say("capacity", *fast, "--out", str(tmp_path / "high"))
     assert "keeps its SLO at every rate up to 4096 req/s" in said.error()
     assert json.loads((tmp_path / "high" / "capacity.json").read_text())["policies"][0]["failed_at"] is None
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "capacity", *TINY, *SHORT, "slo.ttft_s=1e-3", "--out", str(tmp_path / "a"))
+def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, say: Say) -> None:
+    said = say("capacity", *TINY, *SHORT, "slo.ttft_s=1e-3", "--out", str(tmp_path / "a"))
     assert "may fail: a few requests decide" in said.out
     hasty = ("trace.num_requests=60", "slo.e2e_s=0.8", "slo.attainment=0.5")
-    said = say(capsys, "capacity", *BUSY, *hasty, "--out", str(tmp_path / "b"))
+    said = say("capacity", *BUSY, *hasty, "--out", str(tmp_path / "b"))
     assert re.search(r"the run is short: .* give at least [\d,]+ requests", said.out)
     arm = find_capacity(*TINY, *SHORT, "slo.ttft_s=1e-3", folder=tmp_path / "a").found[0].arm
     good = Load(True, 1000, 0, {"ttft_s": 0}, num_customers=1001, arriving_s=250.0)
@@ -359,22 +356,20 @@ def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, capsys: pytest.Cap
         (("slo.ttft_s=1", "scheduler.queue_order={_target_: no.such.Order}"), "no.such.Order cannot be imported"),
     ],
 )
-def test_a_mistake_is_one_line(
-    more: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said: Said = say(capsys, "capacity", *TINY, *more, "--out", str(tmp_path / "out"))
+def test_a_mistake_is_one_line(more: tuple[str, ...], text: str, tmp_path: Path, say: Say) -> None:
+    said: Said = say("capacity", *TINY, *more, "--out", str(tmp_path / "out"))
     assert text in said.error()
 
 
 def test_a_class_that_fails_is_named_without_a_folder_that_is_not_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = "class Order(FCFS):\n    def head(self, now_ns): return 1 / 0\n"
     own = "from testbed.policies.queue_order import FCFS\n" + own
     (tmp_path / "dividing_order.py").write_text(own)
     monkeypatch.syspath_prepend(str(tmp_path))
     order = "scheduler.queue_order={_target_: dividing_order.Order}"
-    error = say(capsys, "capacity", *TINY, *SHORT, "slo.ttft_s=1", order, "--out", str(tmp_path / "c")).error()
+    error = say("capacity", *TINY, *SHORT, "slo.ttft_s=1", order, "--out", str(tmp_path / "c")).error()
     assert "dividing_order.py:3: ZeroDivisionError" in error
     assert "testbed-capacity-" not in error
 

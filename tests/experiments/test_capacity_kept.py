@@ -15,7 +15,7 @@ from experiments.capacity import study
 from experiments.capacity.found import Capacity
 from testbed.errors import RunFolderError
 from tests.experiments.capacity_kit import BUSY, ends
-from tests.experiments.kit import say
+from tests.experiments.kit import Say
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -37,21 +37,20 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Capacity:
 
 
 def test_the_same_command_goes_on_and_comes_to_the_same(
-    tmp_path: Path, searched: Capacity, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, searched: Capacity, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(searched.folder, tmp_path / "a")
     command = ("capacity", *TWO, "--tolerance", str(COARSE), "--out", str(tmp_path / "a"))
-    said = say(capsys, *command)
-    assert said.status == 0, said.err
+    said = say(*command).success()
     before, points = files_of(tmp_path / "a"), sorted((tmp_path / "a" / "points").iterdir())
     simulated = []
     run_point = study.run_point
     monkeypatch.setattr(study, "run_point", lambda *given: (simulated.append(1), run_point(*given)))
-    assert say(capsys, *command).out == said.out
+    assert say(*command).out == said
     assert (files_of(tmp_path / "a"), simulated) == (before, [])
     for file in points[::2]:
         file.unlink()
-    assert say(capsys, *command).out == said.out
+    assert say(*command).out == said
     assert files_of(tmp_path / "a") == before
     assert len(points[::2]) <= len(simulated) < 2 * len(points)
 
@@ -80,13 +79,13 @@ def test_jobs_change_nothing(tmp_path: Path, searched: Capacity) -> None:
 
 
 def test_while_one_search_writes_to_a_folder_another_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, run_point, said = tmp_path / "a", study.run_point, []
 
     def beside(*given: Any) -> None:
         if not said:
-            said.append(say(capsys, "capacity", *BUSY, "slo.ttft_s=1", "--out", str(out)).error())
+            said.append(say("capacity", *BUSY, "slo.ttft_s=1", "--out", str(out)).error())
         run_point(*given)
 
     monkeypatch.setattr(study, "run_point", beside)
@@ -97,7 +96,7 @@ def test_while_one_search_writes_to_a_folder_another_is_refused(
 
 @pytest.mark.usefixtures("unrendered")
 def test_an_interrupt_keeps_what_was_done(
-    tmp_path: Path, searched: Capacity, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, searched: Capacity, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_point, num = study.run_point, [0]
 
@@ -109,7 +108,7 @@ def test_an_interrupt_keeps_what_was_done(
 
     monkeypatch.setattr(study, "run_point", interrupted)
     command = ("capacity", *TWO, "--tolerance", str(COARSE), "--out", str(tmp_path / "a"))
-    said = say(capsys, *command)
+    said = say(*command)
     assert said.status == 130
     assert "go on with: testbed capacity" in said.error()
     assert len(list((tmp_path / "a" / "points").iterdir())) == 7
@@ -118,7 +117,7 @@ def test_an_interrupt_keeps_what_was_done(
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_another_search_is_refused_and_a_finer_one_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_search_is_refused_and_a_finer_one_goes_on(tmp_path: Path, say: Say) -> None:
     coarse = find_capacity(*TWO, folder=tmp_path, tolerance=0.1)
     num = len(list((tmp_path / "points").iterdir()))
     there = ("--out", str(tmp_path))
@@ -127,23 +126,23 @@ def test_another_search_is_refused_and_a_finer_one_goes_on(tmp_path: Path, capsy
         ("seed=0,2", "seed is [0, 1] there and [0, 2] here"),
         ("cache.block_size=8", "cache.block_size of vllm_v1 is 4 there and 8 here"),
     ):
-        assert text in say(capsys, "capacity", *TWO, more, *there).error()
+        assert text in say("capacity", *TWO, more, *there).error()
     fine = find_capacity(*TWO, folder=tmp_path, tolerance=0.02)
     assert len(list((tmp_path / "points").iterdir())) > num
     for before, after in zip(coarse.found, fine.found, strict=True):
         assert ends(before)[0] <= ends(after)[0] < ends(after)[1] <= ends(before)[1]
-    again = say(capsys, "capacity", *TWO, "--tolerance", "0.2", *there)
+    again = say("capacity", *TWO, "--tolerance", "0.2", *there)
     assert "has the brackets of --tolerance 0.02, finer than asked for" in again.out
     rows = json.loads((tmp_path / "capacity.json").read_text())["policies"]
     assert [(row["capacity"], row["failed_at"]) for row in rows] == [ends(found) for found in fine.found]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x").write_text("")
-    refused = say(capsys, "capacity", *TWO, "--out", str(tmp_path / "other")).error()
+    refused = say("capacity", *TWO, "--out", str(tmp_path / "other")).error()
     assert "is not empty and holds no search" in refused
 
 
 def test_a_search_goes_on_with_more_policies_and_seeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if all had been searched at once, and what was simulated is not simulated again."""
     one = tuple("scheduler=vllm_v1" if "scheduler" in item else item for item in TWO)
@@ -159,16 +158,14 @@ def test_a_search_goes_on_with_more_policies_and_seeds(
     at_once = find_capacity(*TWO, "seed=0,1,2", folder=tmp_path / "b", tolerance=0.1)
     assert more.points.equals(at_once.points)
     assert [found.arm.name for found in both.found] == ["vllm_v1", "sarathi"]
-    fewer = say(capsys, "capacity", *one, "seed=0,1,2", "--out", str(tmp_path / "a")).error()
+    fewer = say("capacity", *one, "seed=0,1,2", "--out", str(tmp_path / "a")).error()
     assert "holds the search of sarathi too, which its tables would lose; name all policies" in fewer
 
 
-def test_seeds_are_searched_each_and_policies_compared_by_them(
-    searched: Capacity, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_are_searched_each_and_policies_compared_by_them(searched: Capacity, tmp_path: Path, say: Say) -> None:
     shutil.copytree(searched.folder, tmp_path / "a")
     coarse = ("--tolerance", str(COARSE))
-    said = say(capsys, "capacity", *TWO, *coarse, "report.baseline=sarathi", "--out", str(tmp_path / "a"))
+    said = say("capacity", *TWO, *coarse, "report.baseline=sarathi", "--out", str(tmp_path / "a"))
     result = json.loads((tmp_path / "a" / "capacity.json").read_text())
     first, base = result["policies"]
     assert (result["baseline"], base["change"]) == ("sarathi", None)
@@ -183,5 +180,5 @@ def test_seeds_are_searched_each_and_policies_compared_by_them(
     assert change["ci95_low"] < change["percent"] < change["ci95_high"]
     assert re.search(r"^\| capacity against sarathi \| change, 95 % over 2 paired seeds \| ", said.out, re.MULTILINE)
     assert "one seed" not in said.out
-    error = say(capsys, "capacity", *TWO, "report.baseline=orca", "--out", str(tmp_path / "b")).error()
+    error = say("capacity", *TWO, "report.baseline=orca", "--out", str(tmp_path / "b")).error()
     assert "baseline 'orca': no arm is called so; the arms are: vllm_v1; sarathi" in error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,7 @@ from experiments import simulate
 from experiments.runs.run import execute
 from testbed.policies.compositions.unified import Unified
 from tests.analysis.runs import change_columns
-from tests.experiments.kit import REAL, SHORT, TINY, config_of, say, trace_of
-
-needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-TIGHT = {
-    "trace__num_requests": 14,
-    "trace__output": {"kind": "uniform", "min_tokens": 8, "max_tokens": 30},
-    "trace__prompt": {"kind": "uniform", "min_tokens": 2, "max_tokens": 30},
-    "trace__num_system_prompts": 2,
-    "trace__system_prompt_tokens": 14,
-    "trace__rate": 4000.0,
-    "cache__num_gpu_blocks": 22,
-    "cache__watermark": 0.0,
-}
+from tests.experiments.kit import BACKENDS, SHORT, TIGHT, TINY, Say, config_of, trace_of
 
 
 class LateStarter(Unified):
@@ -40,7 +27,7 @@ class LateStarter(Unified):
             super().compose(step)
 
 
-@pytest.mark.parametrize("backend", [(), pytest.param(REAL, marks=needs_engine)], ids=["sim", "real"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_under_pressure_passes_every_check_exactly(backend: tuple[str, ...], tmp_path: Path) -> None:
     result = execute(config_of((*TINY, *SHORT, *backend), **TIGHT), tmp_path / "run")
     assert result.summary["preemptions"]["total"] > 0
@@ -56,17 +43,12 @@ def test_a_run_under_pressure_passes_every_check_exactly(backend: tuple[str, ...
     assert not [note for note in result.notes if note.kind != BUSY]  # which is no check of ours
 
 
-def test_a_failed_check_is_printed_logged_and_warned_of_and_the_run_stands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_check_is_printed_logged_and_warned_of_and_the_run_stands(tmp_path: Path, say: Say) -> None:
     scheduler = {"composition": {"_target_": f"{__name__}.LateStarter"}, "max_num_seqs": 8}
-    said = say(
-        capsys,
-        "run", *TINY, *SHORT, "trace.rate=4000", "cost=constant", "cost.step_s=1e-4",
+    said = say("run", *TINY, *SHORT, "trace.rate=4000", "cost=constant", "cost.step_s=1e-4",
         f"scheduler.composition={{_target_: {__name__}.LateStarter}}", f"hydra.run.dir={tmp_path / 'run'}",
-    )  # fmt: skip
-    assert said.status == 0
-    assert "note         CHECK FAILED: no idle engine while requests are in the system" in said.out
+    ).success()  # fmt: skip
+    assert "note         CHECK FAILED: no idle engine while requests are in the system" in said
     assert "CHECK FAILED" in (tmp_path / "run" / "run.log").read_text()
     rows = [{"request_id": f"r{i}", "arrival_time": i / 2000, "prompt_tokens": 4, "output_tokens": 2} for i in range(4)]
     with pytest.warns(RuntimeWarning, match="CHECK FAILED"):

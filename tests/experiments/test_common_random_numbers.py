@@ -30,15 +30,9 @@ from tests.experiments.streams import Observer, observe
 from tests.source_tree import FILES, relative, tree_of
 
 SESSIONS: dict[str, Any] = {
-    "trace__num_requests": 24,
-    "trace__min_turns": 1,
-    "trace__max_turns": 4,
-    "trace__think_time_s": 0.01,
-    "trace__num_tenants": 3,
-    "trace__num_system_prompts": 2,
-    "trace__system_prompt_tokens": 9,
-    "trace__rate": 300.0,
-}
+    "trace__num_requests": 24, "trace__min_turns": 1, "trace__max_turns": 4, "trace__think_time_s": 0.01,
+    "trace__num_tenants": 3, "trace__num_system_prompts": 2, "trace__system_prompt_tokens": 9, "trace__rate": 300.0,
+}  # fmt: skip
 ARMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "baseline": ((), {}),
     "another preset": (("scheduler=vllm_v0", "scheduler.max_num_seqs=4"), {}),
@@ -154,18 +148,10 @@ def finished(request: Request) -> Finished:
 # --- each purpose by itself ---
 
 BASE: dict[str, Any] = {
-    "num_requests": 300,
-    "rate": 5.0,
-    "min_turns": 2,
-    "max_turns": 2,
-    "closed_loop": True,
-    "think_time_s": 2.0,
-    "num_system_prompts": 8,
-    "system_prompt_tokens": 7,
-    "num_tenants": 5,
-    "prompt": LengthConfig("lognormal", 50, 0.5),
-    "output": LengthConfig("lognormal", 20, 0.5),
-}
+    "num_requests": 300, "rate": 5.0, "min_turns": 2, "max_turns": 2, "closed_loop": True, "think_time_s": 2.0,
+    "num_system_prompts": 8, "system_prompt_tokens": 7, "num_tenants": 5,
+    "prompt": LengthConfig("lognormal", 50, 0.5), "output": LengthConfig("lognormal", 20, 0.5),
+}  # fmt: skip
 PURPOSES: dict[str, Callable[[Trace], list[Any]]] = {
     "arrivals": lambda trace: [row.arrival_ns for row in trace if not row.turn],
     "thinks": lambda trace: [row.think_ns for row in trace],

@@ -20,47 +20,29 @@ from experiments.conform.cases import Case, read_cases
 from experiments.conform.replay import case_config
 from experiments.conform.systems import SYSTEMS, DecisionReader, System
 from testbed.core.plan import BatchPlan
-from tests.experiments.kit import Said, say, write_rows
+from tests.experiments.kit import Said, Say, write_rows
 
 CONFIG: dict[str, Any] = {
-    "block_size": 4,
-    "num_gpu_blocks": 8,
-    "num_cpu_blocks": None,
-    "max_num_batched_tokens": 8,
-    "max_num_seqs": 4,
-    "max_model_len": 64,
-    "prefix_caching": False,
-    "preemption_mode": None,
-    "queue_order": "fcfs",
-    "long_prefill_token_threshold": 0,
-    "max_num_partial_prefills": None,
-    "watermark": 0.0,
-}
+    "block_size": 4, "num_gpu_blocks": 8, "num_cpu_blocks": None, "max_num_batched_tokens": 8, "max_num_seqs": 4,
+    "max_model_len": 64, "prefix_caching": False, "preemption_mode": None, "queue_order": "fcfs",
+    "long_prefill_token_threshold": 0, "max_num_partial_prefills": None, "watermark": 0.0,
+}  # fmt: skip
 
 
 def request(request_id: str, arrival_step: int, prompt: range, num_output: int) -> dict[str, Any]:
     return {
-        "request_id": request_id,
-        "arrival_step": arrival_step,
-        "prompt_token_ids": list(prompt),
-        "output_token_ids": list(range(900, 900 + num_output)),
-        "priority": 0,
-        "n": 1,
-    }
+        "request_id": request_id, "arrival_step": arrival_step, "prompt_token_ids": list(prompt),
+        "output_token_ids": list(range(900, 900 + num_output)), "priority": 0, "n": 1,
+    }  # fmt: skip
 
 
 def decision(
     step: int, scheduled: dict[str, int], free: int, free_after: int, cached: dict[str, int] | None = None
 ) -> dict[str, Any]:
     return {
-        "step": step,
-        "scheduled": scheduled,
-        "preempted": [],
-        "cached_tokens": cached or {},
-        "free_blocks": free,
-        "free_blocks_after_commit": free_after,
-        "num_waiting": 0,
-    }
+        "step": step, "scheduled": scheduled, "preempted": [], "cached_tokens": cached or {}, "free_blocks": free,
+        "free_blocks_after_commit": free_after, "num_waiting": 0,
+    }  # fmt: skip
 
 
 # Two requests at second 0: '9' comes before '10' although the file and the alphabet say otherwise; one at second 7.
@@ -114,44 +96,42 @@ def changed(case: dict[str, Any], index: int, **fields: Any) -> dict[str, Any]:
     return case
 
 
-def conform(
-    capsys: pytest.CaptureFixture[str], folder: Path, cases: list[dict[str, Any]], *options: str
-) -> tuple[Said, list[str]]:
+def conform(say: Say, folder: Path, cases: list[dict[str, Any]], *options: str) -> tuple[Said, list[str]]:
     """What the command said of these cases, and its lines."""
-    said = say(capsys, "conform", str(write_rows(folder / "cases.jsonl", cases)), *options)
+    said = say("conform", str(write_rows(folder / "cases.jsonl", cases)), *options)
     return said, said.out.splitlines()
 
 
 # --- cases that pass ---
 
 
-def test_cases_that_are_decided_as_recorded_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said, lines = conform(capsys, tmp_path, [PLAIN, CACHED, RESET])
+def test_cases_that_are_decided_as_recorded_pass(tmp_path: Path, say: Say) -> None:
+    said, lines = conform(say, tmp_path, [PLAIN, CACHED, RESET])
     assert lines == ["ok plain: 3 steps", "ok cached: 2 steps", "ok reset: 4 steps", "3 passed, 0 failed"]
     assert said.status == 0
     assert said.err == ""
 
 
-def test_a_compressed_file_and_one_case_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compressed_file_and_one_case_of_it(tmp_path: Path, say: Say) -> None:
     file = tmp_path / "cases.jsonl.gz"
     with gzip.open(file, "wt") as stream:
         stream.writelines(json.dumps(case) + "\n" for case in (changed(PLAIN, 0, free_blocks=0), CACHED))
-    said = say(capsys, "conform", str(file), "--case", "cached")
+    said = say("conform", str(file), "--case", "cached")
     assert said.out.splitlines() == ["ok cached: 2 steps", "1 passed, 0 failed"]
     assert said.status == 0
 
 
-def test_a_field_that_was_not_logged_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_field_that_was_not_logged_is_not_compared(tmp_path: Path, say: Say) -> None:
     case = copy.deepcopy(PLAIN)
     case["steps"] = [{"step": step["step"], "scheduled": step["scheduled"]} for step in PLAIN["steps"]]
-    assert conform(capsys, tmp_path, [case])[0].status == 0
+    assert conform(say, tmp_path, [case])[0].status == 0
 
 
-def test_the_example_of_the_documentation_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_documentation_is_true(tmp_path: Path, say: Say) -> None:
     text = (Path(__file__).parents[2] / "docs" / "conform.md").read_text()
     case = json.loads(text.partition("```json\n")[2].partition("```")[0])
-    assert conform(capsys, tmp_path, [case])[1] == ["ok two-prompts: 2 steps", "1 passed, 0 failed"]
-    _, lines = conform(capsys, tmp_path, [changed(case, 1, free_blocks=5)])
+    assert conform(say, tmp_path, [case])[1] == ["ok two-prompts: 2 steps", "1 passed, 0 failed"]
+    _, lines = conform(say, tmp_path, [changed(case, 1, free_blocks=5)])
     assert "\n".join(lines) in text
 
 
@@ -213,9 +193,9 @@ def test_every_case_by_hand_says_how_it_was_worked_out() -> None:
     ],
 )
 def test_the_first_step_that_differs_is_shown_with_both_sides(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], index: int, field: str, value: Any, when: str
+    tmp_path: Path, say: Say, index: int, field: str, value: Any, when: str
 ) -> None:
-    said, lines = conform(capsys, tmp_path, [changed(PLAIN, index, **{field: value}), CACHED])
+    said, lines = conform(say, tmp_path, [changed(PLAIN, index, **{field: value}), CACHED])
     assert said.status == 1
     assert lines[0] == (
         f"FAILED plain: {index} of 3 steps agree; step {index} at second {(0, 1, 7)[index]}: "
@@ -229,37 +209,33 @@ def test_the_first_step_that_differs_is_shown_with_both_sides(
     assert lines[-2:] == ["ok cached: 2 steps", "1 passed, 1 failed"]
 
 
-def test_a_failure_shows_how_far_the_requests_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_shows_how_far_the_requests_are(tmp_path: Path, say: Say) -> None:
     """At second 1, before the commit: '9' has 6 of 7 known tokens computed, '10' has 2 of 5."""
-    _, lines = conform(capsys, tmp_path, [changed(PLAIN, 1, free_blocks=0)])
+    _, lines = conform(say, tmp_path, [changed(PLAIN, 1, free_blocks=0)])
     assert ["9", "running", "6", "7", "6"] in [line.split() for line in lines]
     assert ["10", "running", "2", "5", "5"] in [line.split() for line in lines]
 
 
-def test_a_log_that_is_too_short_or_too_long_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_is_too_short_or_too_long_fails(tmp_path: Path, say: Say) -> None:
     short, long = copy.deepcopy(PLAIN) | {"case": "short"}, copy.deepcopy(PLAIN) | {"case": "long"}
     short["steps"].pop()
     long["steps"].append(decision(8, {"11": 1}, 7, 8))
-    said, lines = conform(capsys, tmp_path, [short, long])
+    said, lines = conform(say, tmp_path, [short, long])
     assert said.status == 1
     assert "short: 2 of 2 steps agree; step 2 at second 7: the log has ended, our scheduler goes on" in lines[0]
     assert any("long: 3 of 4 steps agree" in line and "has finished everything" in line for line in lines)
 
 
-def test_a_value_that_the_preset_does_not_have_fails_its_case_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_that_the_preset_does_not_have_fails_its_case_alone(tmp_path: Path, say: Say) -> None:
     case = PLAIN | {"case": "odd", "config": CONFIG | {"queue_order": "by_the_moon"}}
-    said, lines = conform(capsys, tmp_path, [case, CACHED])
+    said, lines = conform(say, tmp_path, [case, CACHED])
     assert lines[0].startswith("FAILED odd: ")
     assert "by_the_moon" in lines[0]
     assert lines[1:] == ["ok cached: 2 steps", "1 passed, 1 failed"]
     assert said.status == 1
 
 
-def test_a_bug_of_ours_fails_its_case_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_of_ours_fails_its_case_alone(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     after_plan = DecisionReader.after_plan
 
     def broken(self: DecisionReader, step: int, plan: BatchPlan) -> Any:
@@ -267,7 +243,7 @@ def test_a_bug_of_ours_fails_its_case_alone(
         return after_plan(self, step, plan)
 
     monkeypatch.setattr(DecisionReader, "after_plan", broken)
-    said, lines = conform(capsys, tmp_path, [PLAIN, CACHED])
+    said, lines = conform(say, tmp_path, [PLAIN, CACHED])
     assert lines[0].startswith("FAILED plain: 0 of 3 steps agree; step 0 at second 0: AssertionError: nine is too many")
     assert "test_conform.py:" in lines[0]
     assert "Traceback" not in said.out + said.err
@@ -295,42 +271,40 @@ def test_a_bug_of_ours_fails_its_case_alone(
         (json.dumps(PLAIN), "names must differ"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, reason: str) -> None:
+def test_a_malformed_line_is_named(tmp_path: Path, say: Say, line: str, reason: str) -> None:
     file = tmp_path / "cases.jsonl"
     file.write_text(json.dumps(PLAIN) + "\n" + line + "\n")
-    error = say(capsys, "conform", str(file)).error()
+    error = say("conform", str(file)).error()
     assert error.startswith(f"{file}:2: ")
     assert reason in error
 
 
-def test_files_that_are_no_files_of_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_no_files_of_cases(tmp_path: Path, say: Say) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b"{}" * 1000)[:-20])
-    assert "does not exist" in say(capsys, "conform", str(tmp_path / "none.jsonl")).error()
-    assert "is a folder" in say(capsys, "conform", str(tmp_path)).error()
-    assert "no cases" in say(capsys, "conform", str(tmp_path / "empty.jsonl")).error()
-    assert "damaged" in say(capsys, "conform", str(tmp_path / "torn.jsonl.gz")).error()
+    assert "does not exist" in say("conform", str(tmp_path / "none.jsonl")).error()
+    assert "is a folder" in say("conform", str(tmp_path)).error()
+    assert "no cases" in say("conform", str(tmp_path / "empty.jsonl")).error()
+    assert "damaged" in say("conform", str(tmp_path / "torn.jsonl.gz")).error()
 
 
-def test_an_unknown_case_lists_close_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "close to it: plain" in conform(capsys, tmp_path, [PLAIN, CACHED], "--case", "plein")[0].error()
+def test_an_unknown_case_lists_close_names(tmp_path: Path, say: Say) -> None:
+    assert "close to it: plain" in conform(say, tmp_path, [PLAIN, CACHED], "--case", "plein")[0].error()
 
 
-def test_an_unknown_system_and_an_unknown_preset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = conform(capsys, tmp_path, [PLAIN | {"system": "vllm_v1_0.34"}])[0].error()
+def test_an_unknown_system_and_an_unknown_preset(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = conform(say, tmp_path, [PLAIN | {"system": "vllm_v1_0.34"}])[0].error()
     assert "cases.jsonl:1: system is 'vllm_v1_0.34'; did you mean 'vllm_v1_0.33'?" in error
-    error = conform(capsys, tmp_path, [PLAIN], "--preset", "vllm_v11")[0].error()
+    error = conform(say, tmp_path, [PLAIN], "--preset", "vllm_v11")[0].error()
     assert "there is no preset 'vllm_v11'; did you mean 'vllm_v1'?" in error
     monkeypatch.setitem(SYSTEMS, "vllm_v1_0.33", System("not_built_yet"))
-    error = conform(capsys, tmp_path, [PLAIN])[0].error()
+    error = conform(say, tmp_path, [PLAIN])[0].error()
     assert "there is no preset 'not_built_yet', which mirrors vllm_v1_0.33" in error
 
 
-def test_another_preset_can_be_put_to_the_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_preset_can_be_put_to_the_test(tmp_path: Path, say: Say) -> None:
     """prefill_first computes no decode beside a prompt, so it parts from the log at second 1 at the latest."""
-    said, lines = conform(capsys, tmp_path, [PLAIN], "--preset", "prefill_first")
+    said, lines = conform(say, tmp_path, [PLAIN], "--preset", "prefill_first")
     assert said.status == 1
     assert "scheduled" in lines[0]
 

@@ -18,15 +18,17 @@ from testbed.errors import RunFolderError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.profiles import write_profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
-from tests.experiments.kit import REAL, SHORT, TINY, latest
+from tests.experiments.kit import REAL, SHORT, TINY, latest, manifest_of
 
 SMALL = [f"model.{name}={getattr(MODEL, name)}" for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
 FEW = ["trace.num_requests=30", "trace.prompt={kind: uniform, min_tokens: 20, max_tokens: 400}",
        "trace.output={kind: uniform, min_tokens: 2, max_tokens: 60}"]  # fmt: skip
 
 
-def run(folder: Path, *overrides: str) -> tuple[int, Path]:
-    return main(["run", *latest(*overrides, f"hydra.run.dir={folder}")]), folder
+def run(folder: Path, *overrides: str) -> Path:
+    """A run that succeeds, in this folder."""
+    assert main(["run", *latest(*overrides, f"hydra.run.dir={folder}")]) == 0
+    return folder
 
 
 def own(folder: Path, name: str) -> list[str]:
@@ -46,8 +48,7 @@ def spans_of(folder: Path) -> int:
 def test_operators_add_up_to_the_spans_of_the_run(tmp_path, cost):
     options = [f"cost={cost}", "record.operators=true"]
     pool = ["cache.num_gpu_blocks=60", "scheduler=vllm_v0", "scheduler.preemption=swap"]  # swaps
-    status, folder = run(tmp_path / "run", *FEW, *options, *pool)
-    assert status == 0
+    folder = run(tmp_path / "run", *FEW, *options, *pool)
     document = load_operators(folder)
     assert document["parts"] == "operators"
     assert int(operator_table(document)["total"].sum()) == spans_of(folder)
@@ -59,8 +60,7 @@ def test_operators_add_up_to_the_spans_of_the_run(tmp_path, cost):
 @pytest.mark.parametrize("more", [(), ("backend.num_replicas=2",)], ids=["one", "two"])
 def test_steps_that_are_planned_ahead_last_from_the_end_of_the_step_before(tmp_path, more):
     options = ["cost=roofline", "scheduler=vllm_v1_async", "record.operators=true", *more]
-    status, folder = run(tmp_path / "run", *FEW, *options)
-    assert status == 0
+    folder = run(tmp_path / "run", *FEW, *options)
     steps = pd.read_parquet(folder / "steps.parquet")
     durations = [phase["duration_ns"] for phase in load_operators(folder)["phases"].values()]
     assert sum(durations) == (steps["end_ns"] - steps["start_ns"]).sum()
@@ -70,8 +70,7 @@ def test_what_a_backend_adds_to_a_price_is_told_apart(tmp_path):
     """Swaps on a link beside the computation, and the scheduler's own time."""
     more = ["backend.swap_overlap=true", "backend.schedule_ns=1000", "backend.schedule_ns_per_seq=10"]
     pool = ["cache.num_gpu_blocks=60", "scheduler=vllm_v0", "scheduler.preemption=swap"]
-    status, folder = run(tmp_path / "run", *FEW, *more, *pool, "record.operators=true")
-    assert status == 0
+    folder = run(tmp_path / "run", *FEW, *more, *pool, "record.operators=true")
     table = operator_table(load_operators(folder)).set_index("operator")["total"]
     assert int(table.sum()) == spans_of(folder)
     steps = pd.read_parquet(folder / "steps.parquet")
@@ -79,36 +78,22 @@ def test_what_a_backend_adds_to_a_price_is_told_apart(tmp_path):
     assert table["swap"] + table.get("link", 0) == steps["swap_ns"].sum()
 
 
-def test_the_command_prints_a_table(tmp_path, capsys):
-    _, folder = run(tmp_path / "run", *FEW, "record.operators=true")
-    capsys.readouterr()
-    assert main(["costs", str(folder)]) == 0
-    text = capsys.readouterr().out
-    assert text.splitlines()[0].split() == [
-        "operator",
-        "prefill",
-        "s",
-        "decode",
-        "s",
-        "mixed",
-        "s",
-        "total",
-        "s",
-        "share",
-    ]
+def test_the_command_prints_a_table(tmp_path, say):
+    text = say("costs", str(run(tmp_path / "run", *FEW, "record.operators=true"))).success()
+    assert " ".join(text.splitlines()[0].split()) == "operator prefill s decode s mixed s total s share"
     assert "gate_up" in text
     assert "100.0%" in text
 
 
 def test_a_real_run_and_a_users_model_without_a_breakdown_go_by_spans(tmp_path, monkeypatch):
     pytest.importorskip("torch")
-    _, folder = run(tmp_path / "real", *TINY, *SHORT, *REAL, "record.operators=true")
+    folder = run(tmp_path / "real", *TINY, *SHORT, *REAL, "record.operators=true")
     document = load_operators(folder)
     assert document["parts"] == "spans"
     assert int(operator_table(document)["total"].sum()) == spans_of(folder)
     assert "idle or overlap" in format_operators(document)
     monkeypatch.syspath_prepend(str(tmp_path))
-    _, folder = run(tmp_path / "own", *own(tmp_path, "Plain"), *FEW, "record.operators=true")
+    folder = run(tmp_path / "own", *own(tmp_path, "Plain"), *FEW, "record.operators=true")
     document = load_operators(folder)
     assert document["parts"] == "spans"
     assert int(operator_table(document)["total"].sum()) == spans_of(folder)
@@ -135,29 +120,31 @@ class Endless(Plain):
 """
 
 
-def test_a_breakdown_that_does_not_add_up_is_one_line(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Wrong", "own_costs.Wrong.breakdown says 7 ns in all of BatchShape("),
+        ("Below", "own_costs.Below.breakdown says credit=-16 of BatchShape("),
+    ],
+)
+def test_a_breakdown_that_does_not_add_up_is_one_line(tmp_path, monkeypatch, say, name, told):
     monkeypatch.syspath_prepend(str(tmp_path))
-    status, _ = run(tmp_path / "own", *own(tmp_path, "Wrong"), *FEW, "record.operators=true")
-    assert status == 1
-    assert "own_costs.Wrong.breakdown says 7 ns in all of BatchShape(" in capsys.readouterr().err
-    assert run(tmp_path / "below", *own(tmp_path, "Below"), *FEW, "record.operators=true")[0] == 1
-    assert "own_costs.Below.breakdown says credit=-16 of BatchShape(" in capsys.readouterr().err
+    priced = ("record.operators=true", f"hydra.run.dir={tmp_path / 'run'}")
+    assert told in say("run", *own(tmp_path, name), *FEW, *priced).error()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_price_that_no_clock_can_hold_is_one_line(tmp_path, monkeypatch, capsys, replicas):
+def test_a_price_that_no_clock_can_hold_is_one_line(tmp_path, monkeypatch, say, replicas):
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert run(tmp_path / "own", *own(tmp_path, "Endless"), *FEW, f"backend.num_replicas={replicas}")[0] == 1
-    assert "the simulated clock passes 4.6e+09 s: a step lasts 1.00e+391 s; check" in capsys.readouterr().err
+    fleet = (f"backend.num_replicas={replicas}", f"hydra.run.dir={tmp_path / 'run'}")
+    error = say("run", *own(tmp_path, "Endless"), *FEW, *fleet).error()
+    assert "the simulated clock passes 4.6e+09 s: a step lasts 1.00e+391 s; check" in error
 
 
-def test_a_run_without_the_file_and_a_damaged_one_are_one_line(tmp_path, capsys):
-    _, folder = run(tmp_path / "run", *FEW)
-    capsys.readouterr()
-    assert main(["costs", str(folder)]) == 1
-    assert "has no operators.json; run it with record.operators=true" in capsys.readouterr().err
-    assert main(["costs", str(tmp_path / "nowhere")]) == 1
-    assert "no run at" in capsys.readouterr().err
+def test_a_run_without_the_file_and_a_damaged_one_are_one_line(tmp_path, say):
+    folder = run(tmp_path / "run", *FEW)
+    assert "has no operators.json; run it with record.operators=true" in say("costs", str(folder)).error()
+    assert "no run at" in say("costs", str(tmp_path / "nowhere")).error()
     for text, message in (("{", "Expecting"), ("[]", "is not a JSON object"), ("[" * 100_000, "nested too deeply")):
         (folder / "operators.json").write_text(text)
         with pytest.raises(RunFolderError, match=rf"operators\.json.*{message}"):
@@ -175,7 +162,7 @@ DECODES = {"num_steps": 2, "duration_ns": 9, "ns": {"qkv": 7, "link": -2}}
         {"ns": {"qkv": -7}}, {"ns": {"link": 10**400}},
     ],
 )  # fmt: skip
-def test_what_a_file_of_operators_must_say(tmp_path, capsys, change):
+def test_what_a_file_of_operators_must_say(tmp_path, say, change):
     phase = DECODES | {name: value for name, value in change.items() if name in DECODES}
     document = {"format": 1, "parts": "operators", "phases": {"decode": phase}}
     (tmp_path / "operators.json").write_text(json.dumps(document))
@@ -183,14 +170,11 @@ def test_what_a_file_of_operators_must_say(tmp_path, capsys, change):
         assert load_operators(tmp_path) == document
         document |= change
         (tmp_path / "operators.json").write_text(json.dumps(document))
-    with pytest.raises(RunFolderError, match=r"operators\.json is not as this version writes it; run it again"):
-        load_operators(tmp_path)
-    assert main(["costs", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    assert "operators.json is not as this version writes it; run it again" in say("costs", str(tmp_path)).error()
 
 
 def test_an_older_folder_whose_linear_cost_names_no_file_is_repeated(tmp_path):
-    _, folder = run(tmp_path / "run", *FEW, "cost=linear")
+    folder = run(tmp_path / "run", *FEW, "cost=linear")
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("  base_s:", "  path: null\n  base_s:"))
     assert main(["run", f"from={folder}", f"hydra.run.dir={tmp_path / 'again'}"]) == 0
@@ -202,7 +186,7 @@ def test_a_core_that_runs_interpreted_without_being_asked_to_is_said(tmp_path, c
     monkeypatch.delenv(compiled.VARIABLE, raising=False)
     why = "not compiled: nothing was built for this Python"
     monkeypatch.setattr(compiled, "current", lambda: compiled.Core("interpreted", why))
-    assert run(tmp_path / "run", "trace.num_requests=2")[0] == 0
+    run(tmp_path / "run", "trace.num_requests=2")
     note = f"note         the core ran interpreted ({why}), several times slower (docs/compiled.md)"
     assert note in capsys.readouterr().out
 
@@ -228,23 +212,14 @@ def calibrated(*overrides: str) -> list[str]:
     return [*FEW, *SMALL, "model.dtype=bfloat16", "cost=calibrated", *overrides]
 
 
-def test_a_profile_is_fitted_saved_and_priced_with(tmp_path, profile, capsys):
+def test_a_profile_is_fitted_saved_and_priced_with(tmp_path, profile, say):
     fit = tmp_path / "fit.json"
-    assert main(["calibrate", "fit", str(profile), "--out", str(fit)]) == 0
-    text = capsys.readouterr().out
-    for expected in (
-        "small (bfloat16) on h100",
-        "  decode ",
-        "  prefill ",
-        "  mixed ",
-        "profiled range",
-        f"cost.path={fit}",
-    ):
-        assert expected in text
-    assert main(["calibrate", "fit", str(profile), "--out", str(fit)]) == 1
-    assert "exists; choose another --out or pass --overwrite" in capsys.readouterr().err
-    options = calibrated("record.operators=true")
-    _, loaded = run(tmp_path / "loaded", *options, f"cost.path={fit}")
+    command = ("calibrate", "fit", str(profile), "--out", str(fit))
+    text = say(*command).success()
+    parts = ("small (bfloat16) on h100", "  decode ", "  prefill ", "  mixed ", "profiled range", f"cost.path={fit}")
+    assert [part for part in parts if part not in text] == []
+    assert "exists; choose another --out or pass --overwrite" in say(*command).error()
+    loaded = run(tmp_path / "loaded", *calibrated("record.operators=true"), f"cost.path={fit}")
     assert int(operator_table(load_operators(loaded))["total"].sum()) == spans_of(loaded)
     assert isinstance(CalibratedCost(load_calibration(fit)), CalibratedCost)
 
@@ -252,8 +227,8 @@ def test_a_profile_is_fitted_saved_and_priced_with(tmp_path, profile, capsys):
 @pytest.mark.usefixtures("unrendered")
 def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_noise(tmp_path, fit, capsys):
     options = calibrated("cost.outside=allow")
-    _, folder = run(tmp_path / "run", *options, f"cost.path={fit}")
-    error = json.loads((folder / "manifest.json").read_text())["cost_error"]
+    folder = run(tmp_path / "run", *options, f"cost.path={fit}")
+    error = manifest_of(folder)["cost_error"]
     assert 0 < error["median"] < error["p90"] < 0.1
     told = f"cost=calibrated (left-out steps: {error['median']:.1%} off, P90 {error['p90']:.1%}), scheduler="
     assert told in capsys.readouterr().out
@@ -268,25 +243,24 @@ def test_a_run_says_how_far_its_fit_is_off_and_so_do_its_report_and_the_fit_of_n
     said = capsys.readouterr().out
     assert "note         LARGE ERROR: steps left out of the calibrated fit are " in said
     assert "; use it (only to try it out: with this error it compares no policies) with cost=calibrated " in said
-    _, folder = run(tmp_path / "noisy", *options, f"cost.path={tmp_path / 'noisy.json'}")
+    folder = run(tmp_path / "noisy", *options, f"cost.path={tmp_path / 'noisy.json'}")
     page = report_from_folders([folder], tmp_path / "noisy.html").with_suffix(".md").read_text()
     assert "| step times | poor | fitted to measured steps; those left out of the fit are " in page
 
 
 @pytest.mark.usefixtures("unrendered")
 def test_a_cpu_has_no_data_sheet_to_trust(tmp_path, capsys):
-    _, folder = run(tmp_path / "run", *TINY, *SHORT, "device=cpu")
+    folder = run(tmp_path / "run", *TINY, *SHORT, "device=cpu")
     assert "note         the step times are made up: no data sheet gives a CPU's" in capsys.readouterr().out
     page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
     assert "| step times | poor | made up: no data sheet gives a CPU's; testbed calibrate measures them |" in page
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, fit, capsys):
+def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, fit, capsys, say):
     far = ["trace.prompt={kind: constant, value: 3000}", f"cost.path={fit}"]
-    status, folder = run(tmp_path / "warned", *calibrated(*far))
-    assert status == 0
-    manifest = json.loads((folder / "manifest.json").read_text())
+    folder = run(tmp_path / "warned", *calibrated(*far))
+    manifest = manifest_of(folder)
     (note,) = manifest["cost_notes"]
     told = f"{manifest['num_extrapolated_steps']:,} of {manifest['num_steps']:,} steps leave the profiled range"
     assert note.startswith(f"EXTRAPOLATED STEP TIMES: {told}")
@@ -296,30 +270,26 @@ def test_what_leaves_the_range_is_said_once_and_loudly(tmp_path, fit, capsys):
     assert "x outside) in " in note
     assert capsys.readouterr().out.count(note) == 1
     assert note in (folder / "run.log").read_text()
-    _, mostly = run(tmp_path / "mostly", *calibrated(*far, "trace.output={kind: constant, value: 1}"))
+    mostly = run(tmp_path / "mostly", *calibrated(*far, "trace.output={kind: constant, value: 1}"))
     page = report_from_folders([folder, mostly], tmp_path / "both.html").with_suffix(".md").read_text()
     assert "| step times | poor | fitted to measured steps; " in page
-    capsys.readouterr()
-    status, folder = run(tmp_path / "allowed", *calibrated(*far, "cost.outside=allow"))
-    assert (status, json.loads((folder / "manifest.json").read_text())["cost_notes"]) == (0, [])
-    capsys.readouterr()
-    status, _ = run(tmp_path / "refused", *calibrated(*far, "cost.outside=refuse"))
-    assert status == 1
-    assert "leaves the profiled range: " in capsys.readouterr().err
+    folder = run(tmp_path / "allowed", *calibrated(*far, "cost.outside=allow"))
+    assert manifest_of(folder)["cost_notes"] == []
+    refused = say("run", *calibrated(*far, "cost.outside=refuse"), f"hydra.run.dir={tmp_path / 'refused'}")
+    assert "leaves the profiled range: " in refused.error()
 
 
-def test_a_fit_to_another_model_device_or_block_size_is_one_line(tmp_path, fit, capsys):
-    for change, words in (
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         ("model=llama3.1_8b", "is of model 'small'"),
         ("device=a100", "measured with device h100, and the run has a100"),
         ("cache.block_size=32", "measured with block_size 16, and the run has 32"),
-    ):
-        status, _ = run(tmp_path / "x", *FEW, *(SMALL if "model" not in change else []), "cost=calibrated", change,
-                        f"cost.path={fit}")  # fmt: skip
-        assert status == 1
-        err = capsys.readouterr().err
-        assert words in err
-        assert err.count("\n") == 1
+    ],
+)
+def test_a_fit_to_another_model_device_or_block_size_is_one_line(tmp_path, fit, say, change, words):
+    given = (*FEW, *(SMALL if "model" not in change else []), "cost=calibrated", change, f"cost.path={fit}")
+    assert words in say("run", *given, f"hydra.run.dir={tmp_path / 'x'}").error()
 
 
 def test_the_real_engine_is_profiled_and_its_profile_prices_a_run(tmp_path, capsys):
@@ -331,11 +301,9 @@ def test_the_real_engine_is_profiled_and_its_profile_prices_a_run(tmp_path, caps
     assert "steps of " in capsys.readouterr().out
     fit = tmp_path / "fit.json"
     assert main(["calibrate", "fit", str(file), "--out", str(fit)]) == 0
-    status, folder = run(
-        tmp_path / "run", *TINY, *SHORT, "cache.block_size=16", "device=cpu", "cost=calibrated", f"cost.path={fit}"
-    )
-    assert status == 0
-    assert json.loads((folder / "manifest.json").read_text())["cost"] == "calibrated"
+    priced = ("cache.block_size=16", "device=cpu", "cost=calibrated", f"cost.path={fit}")
+    folder = run(tmp_path / "run", *TINY, *SHORT, *priced)
+    assert manifest_of(folder)["cost"] == "calibrated"
 
 
 @pytest.mark.parametrize(
@@ -347,6 +315,5 @@ def test_the_real_engine_is_profiled_and_its_profile_prices_a_run(tmp_path, caps
         (["profile", "--requests", "1", "--out", "x.parquet"], "--requests is 1; it must be from 4 to 10,000"),
     ],
 )
-def test_impossible_commands_are_one_line(arguments, message, capsys):
-    assert main(["calibrate", *arguments]) == 1
-    assert message in capsys.readouterr().err
+def test_impossible_commands_are_one_line(arguments, message, say):
+    assert message in say("calibrate", *arguments).error()

@@ -19,7 +19,7 @@ from experiments.configuration.options import options
 from experiments.configuration.policies import GROUPS
 from testbed.blocks.config import KVRules
 from testbed.traces.schema import Span, Trace, TraceRequest
-from tests.experiments.kit import TINY, decisions_of, say, table_of, write_rows
+from tests.experiments.kit import TINY, Say, decisions_of, table_of, write_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 TIGHT = ("cache.num_gpu_blocks=10", "scheduler.max_num_batched_tokens=16")
@@ -62,13 +62,11 @@ def rows(tmp_path: Path) -> Path:
 class Ran:
     """A run of the eight requests, small enough for the pool of ten blocks of 4 tokens to run out."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], rows: Path, *arguments: str) -> None:
+    def __init__(self, say: Say, rows: Path, *arguments: str) -> None:
         folder = rows.parent / "run"
-        said = say(
-            capsys, "run", *arguments, *(key for key in (*TINY, *TIGHT) if not _names(key, arguments)), "trace=jsonl",
+        say("run", *arguments, *(key for key in (*TINY, *TIGHT) if not _names(key, arguments)), "trace=jsonl",
             f"trace.path={rows}", "record.decisions=true", f"hydra.run.dir={folder}", "overwrite=true",
-        )  # fmt: skip
-        assert said.status == 0, said.err
+        ).success()  # fmt: skip
         self.decisions = decisions_of(folder)
         table = table_of(folder)
         assert set(table["finish_reason"].to_pylist()) == {"length"}
@@ -85,43 +83,40 @@ def _names(key: str, arguments: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("arguments", documented_commands(), ids=lambda words: words[-1].partition("=")[0])
-def test_a_documented_command_runs_as_it_stands(
-    examples: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str]
-) -> None:
-    said = say(capsys, *arguments, f"hydra.run.dir={tmp_path / 'run'}")
-    assert said.status == 0, said.err
+def test_a_documented_command_runs_as_it_stands(examples: None, say: Say, tmp_path: Path, arguments: list[str]) -> None:
+    say(*arguments, f"hydra.run.dir={tmp_path / 'run'}").success()
 
 
-def test_an_order_that_is_a_key(examples: None, capsys: pytest.CaptureFixture[str], rows: Path) -> None:
+def test_an_order_that_is_a_key(examples: None, say: Say, rows: Path) -> None:
     one = "scheduler.max_num_seqs=1"
-    ran = Ran(capsys, rows, one, "scheduler.queue_order={_target_: my_policies.shortest_prompt_first}")
+    ran = Ran(say, rows, one, "scheduler.queue_order={_target_: my_policies.shortest_prompt_first}")
     assert ran.starts == [f"r{i}" for i in reversed(range(8))]
 
 
-def test_an_order_from_scratch(examples: None, capsys: pytest.CaptureFixture[str], rows: Path) -> None:
+def test_an_order_from_scratch(examples: None, say: Say, rows: Path) -> None:
     """The tenants take turns while both have requests; then the other's follow in order of arrival."""
     one = "scheduler.max_num_seqs=1"
-    ran = Ran(capsys, rows, one, "scheduler.queue_order={_target_: my_policies.TenantsInTurn}")
+    ran = Ran(say, rows, one, "scheduler.queue_order={_target_: my_policies.TenantsInTurn}")
     assert ran.starts == ["r0", "r6", "r1", "r7", "r2", "r3", "r4", "r5"]
 
 
-def test_an_admission(examples: None, capsys: pytest.CaptureFixture[str], rows: Path) -> None:
+def test_an_admission(examples: None, say: Say, rows: Path) -> None:
     """No step runs two of the six of one tenant."""
     roomy, cap = "cache.num_gpu_blocks=64", "scheduler.admission={_target_: my_policies.TenantCap, max_requests: 1}"
-    ran = Ran(capsys, rows, roomy, cap)
+    ran = Ran(say, rows, roomy, cap)
     tenants = [["chat" if name in ("r6", "r7") else "batch" for name in line["scheduled"]] for line in ran.decisions]
     assert all(len(set(names)) == len(names) for names in tenants)
-    free = Ran(capsys, rows, roomy)
+    free = Ran(say, rows, roomy)
     assert len(free.decisions) < len(ran.decisions)
 
 
-def test_a_victim_and_a_mode(examples: None, capsys: pytest.CaptureFixture[str], rows: Path) -> None:
+def test_a_victim_and_a_mode(examples: None, say: Say, rows: Path) -> None:
     victim = "scheduler.victim={_target_: my_policies.CheapestToRecompute}"
-    by_recompute = Ran(capsys, rows, victim, "scheduler.preemption=recompute")
+    by_recompute = Ran(say, rows, victim, "scheduler.preemption=recompute")
     assert by_recompute.num_events("preempted") > 0
     for min_blocks, swaps in ((1, True), (1000, False)):
         mode = f"scheduler.preemption={{_target_: my_policies.SwapWhatIsLarge, min_blocks: {min_blocks}}}"
-        ran = Ran(capsys, rows, victim, mode, "cache.num_cpu_blocks=40")
+        ran = Ran(say, rows, victim, mode, "cache.num_cpu_blocks=40")
         assert (ran.num_events("swapped_out") > 0) is swaps
         assert (ran.num_events("preempted") > 0) is not swaps
 
@@ -139,7 +134,7 @@ def test_a_composition_that_asks_how_long_a_step_would_take(examples: None, monk
 
 
 def test_a_cost_model_on_one_of_ours_is_that_of_the_run(
-    examples: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    examples: None, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without noise it is the other one, also of ranks; with it, the run's seed draws. Its keys are checked as ours."""
     monkeypatch.syspath_prepend(DOCS / "examples")
@@ -156,10 +151,10 @@ def test_a_cost_model_on_one_of_ours_is_that_of_the_run(
         (("cost.of=constant", "+cost.stop_s=1"), "unknown key 'cost.stop_s'; did you mean 'cost.step_s'?"),
         (("cost.of=3",), "cost=3 is no name of an option"),
     ):
-        assert message in say(capsys, *own, *more).error()
+        assert message in say(*own, *more).error()
 
 
-def test_an_eviction(examples: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_eviction(examples: None, say: Say, tmp_path: Path) -> None:
     """4 blocks of 4 tokens. `a` (8 tokens) leaves its blocks 0 and 1, `b` (3 tokens) none. `c` needs 3 of the 4 blocks:
     two are free, one is evicted. `d`, as `a`, finds the first block if the deeper one went."""
     prompts = {"a": range(8), "b": range(20, 23), "c": range(30, 40), "d": range(8)}
@@ -170,7 +165,7 @@ def test_an_eviction(examples: None, capsys: pytest.CaptureFixture[str], tmp_pat
             for i, (name, tokens) in enumerate(prompts.items())
         ],
     )
-    ran = Ran(capsys, rows, "cache.num_gpu_blocks=4", "cache.eviction={_target_: my_policies.DeepestFirst}")
+    ran = Ran(say, rows, "cache.num_gpu_blocks=4", "cache.eviction={_target_: my_policies.DeepestFirst}")
     assert {name: hit for line in ran.decisions for name, hit in line["cached_tokens"].items()}["d"] == 4
 
 
@@ -233,16 +228,16 @@ def hits_of_two_queues(contents: list[int], size: int) -> int:
     return num_hits
 
 
-def test_an_oracle(examples: None, capsys: pytest.CaptureFixture[str], rows: Path) -> None:
+def test_an_oracle(examples: None, say: Say, rows: Path) -> None:
     """Shortest output first by the oracle: `chat` before `batch` if it is said to be short, after it if long."""
     for chat, first in ((1, ["r6", "r7"]), (50, ["r0", "r1"])):
         oracle = f"scheduler.oracle={{_target_: my_policies.ByTenant, lengths: {{chat: {chat}, batch: 10}}}}"
         order = "scheduler.queue_order={_target_: testbed.policies.orders.shortest_job, by: output}"
-        assert Ran(capsys, rows, oracle, order, "scheduler.max_num_seqs=1").starts[:2] == first
+        assert Ran(say, rows, oracle, order, "scheduler.max_num_seqs=1").starts[:2] == first
     for said in ("0", "-5", "1.5"):
         oracle = f"scheduler.oracle={{_target_: my_policies.ByTenant, lengths: {{chat: {said}, batch: 10}}}}"
         path = ("trace=jsonl", f"trace.path={rows}", f"hydra.run.dir={rows.parent / 'bad'}", "overwrite=true")
-        error = say(capsys, "run", *TINY, *path, oracle, order).error()
+        error = say("run", *TINY, *path, oracle, order).error()
         assert f"scheduler.oracle: ByTenant predicts {said} for request " in error
         assert "a whole number of tokens, at least 1, or None" in error
 
@@ -265,16 +260,16 @@ def test_an_oracle_that_learns(examples: None, monkeypatch: pytest.MonkeyPatch) 
     assert starts == ["long0", "short1", "short4", "short5", "long2", "long3"]
 
 
-def test_a_whole_composition(examples: None, capsys: pytest.CaptureFixture[str], rows: Path) -> None:
+def test_a_whole_composition(examples: None, say: Say, rows: Path) -> None:
     """A request that is in a step for the first time, or again until its prompt is computed, is a prefill."""
     for max_prefills in (1, 3):
         ran = Ran(
-            capsys, rows, "cache.num_gpu_blocks=64", "scheduler.max_num_batched_tokens=64",
+            say, rows, "cache.num_gpu_blocks=64", "scheduler.max_num_batched_tokens=64",
             f"scheduler.composition={{_target_: my_policies.FewPrefills, max_prefills: {max_prefills}}}",
         )  # fmt: skip
         assert max(sum(num > 1 for num in line["scheduled"].values()) for line in ran.decisions) == max_prefills
     swapping = ("scheduler.preemption=swap", "cache.num_cpu_blocks=40")
-    ran = Ran(capsys, rows, "scheduler.composition={_target_: my_policies.FewPrefills}", *swapping)
+    ran = Ran(say, rows, "scheduler.composition={_target_: my_policies.FewPrefills}", *swapping)
     assert ran.num_events("swapped_in") == ran.num_events("swapped_out") > 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.configuration.compose import compose_config
-from tests.experiments.kit import decisions_of, say
+from tests.experiments.kit import Say, decisions_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,14 +74,11 @@ def shown(page: str) -> Iterator[str]:
     return (block for block in re.findall(r"```\w*\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL))
 
 
-def test_the_preemption_that_is_shown_happens_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_preemption_that_is_shown_happens_so(here: Path, say: Say) -> None:
     rows, command = (block for block in shown("life-of-a-request.md") if "two.jsonl" in block or "request_id" in block)
-    (tmp_path / "two.jsonl").write_text(rows)
-    assert say(capsys, *command.split()[1:]).status == 0
-    steps = decisions_of(tmp_path / "run")
+    (here / "two.jsonl").write_text(rows)
+    say(*command.split()[1:]).success()
+    steps = decisions_of(here / "run")
     assert steps[0]["scheduled"] == {"a": 30, "b": 30}
     both = {"a": 1, "b": 1}
     assert [steps[number]["free_blocks"] for number in (0, 2, 3, 18, 19, 34)] == [4, 4, 2, 2, 0, 0]

@@ -79,11 +79,10 @@ def test_what_shared_reads_save_can_be_given():
         compose_config([*options, "cost.repeated_saving=1.5"])
 
 
-def test_what_is_not_there_is_one_line_with_what_is(capsys):
+def test_what_is_not_there_is_one_line_with_what_is(say):
     with pytest.raises(ConfigError, match=r"no fit for qwen3_8b on a100 comes with the testbed \(there are qwen3_0"):
         fit_of("qwen3_8b", "a100")
-    assert main(["run", "cost=calibrated", "device=b200"]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    assert say("run", "cost=calibrated", "device=b200").error()
 
 
 def test_a_changed_model_is_refused():
@@ -95,7 +94,7 @@ def test_a_changed_model_is_refused():
         build_cost(config)
 
 
-def test_what_a_fit_does_not_read_is_noted(capsys):
+def test_what_a_fit_does_not_read_is_noted():
     config = compose_config(["model=qwen3_8b", "cost=calibrated", "device.kernel_factor=5", "sampling.temperature=1"])
     said = "does not change the step times of cost=calibrated"
     assert unread_settings(config) == [f"sampling {said}", f"device.kernel_factor {said}"]
@@ -103,11 +102,10 @@ def test_what_a_fit_does_not_read_is_noted(capsys):
     assert unread_settings(read) == []
 
 
-def test_a_fit_and_its_profile_are_told_apart(capsys):
+def test_a_fit_and_its_profile_are_told_apart(say):
     fit, profile = FITS[0], FITS[0].with_suffix(".parquet")
-    assert main(["calibrate", "fit", str(fit)]) == 1
-    assert f"if it is a fit, give it as cost.path={fit}" in capsys.readouterr().err
-    assert main(["run", "cost=calibrated", f"cost.profile={profile}"]) == 1
-    assert "cost.profile is gone: `testbed calibrate fit <profile>.parquet --out <fit>.json`" in capsys.readouterr().err
-    assert main(["run", "cost=calibrated", f"cost.path={profile}"]) == 1
-    assert f"if it is a profile: `testbed calibrate fit {profile} --out" in capsys.readouterr().err
+    assert f"if it is a fit, give it as cost.path={fit}" in say("calibrate", "fit", str(fit)).error()
+    gone = "cost.profile is gone: `testbed calibrate fit <profile>.parquet --out <fit>.json`"
+    assert gone in say("run", "cost=calibrated", f"cost.profile={profile}").error()
+    told = f"if it is a profile: `testbed calibrate fit {profile} --out"
+    assert told in say("run", "cost=calibrated", f"cost.path={profile}").error()

@@ -15,7 +15,7 @@ from experiments import simulate
 from experiments.wiring.engines import fleet_digest, refuse_fleet
 from testbed.errors import ConfigError
 from testbed.routing.routers import ROUTERS
-from tests.experiments.kit import SHORT, TINY, config_of, decisions_of, manifest_of, say, table_of
+from tests.experiments.kit import SHORT, TINY, Say, config_of, decisions_of, manifest_of, table_of
 
 FLEET = (*TINY, *SHORT, "trace.num_requests=24", "backend.num_replicas=3", "hydra.run.dir=run")
 SESSIONS = ("trace.min_turns=3", "trace.max_turns=3", "trace.closed_loop=true", "trace.think_time_s=0.002")
@@ -55,10 +55,9 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def test_the_folder_of_a_fleet(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", *FLEET, "record.decisions=true", "backend.router=random")
-    assert said.status == 0, said.err
-    assert "replicas     3 by random: the busiest computed" in said.out
+def test_the_folder_of_a_fleet(home: Path, say: Say) -> None:
+    said = say("run", *FLEET, "record.decisions=true", "backend.router=random").success()
+    assert "replicas     3 by random: the busiest computed" in said
     manifest, requests, steps = manifest_of(home / "run"), table_of(home / "run"), steps_of(home / "run")
     assert (manifest["num_replicas"], manifest["router"]) == (3, "random")
     each = manifest["replicas"]
@@ -81,15 +80,14 @@ def test_the_folder_of_a_fleet(home: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_a_run_repeated_makes_the_same_folder(router: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_repeated_makes_the_same_folder(router: str, home: Path, say: Say) -> None:
     tight = ("cache.num_gpu_blocks=14", "cache.num_cpu_blocks=24", "scheduler.preemption=swap",
              "scheduler=vllm_v0", "device.host_link_bytes_per_s=1e6", "allow_ignored=true")  # fmt: skip
     options = (*FLEET, *SESSIONS, *tight, f"backend.router={router}", "backend.swap_overlap=true",
                "backend.replicas_per_link=2", "backend.schedule_ns=1500", "backend.schedule_ns_per_seq=20")  # fmt: skip
     made = []
     for folder in ("first", "second"):
-        said = say(capsys, "run", *options, f"hydra.run.dir={folder}")
-        assert said.status == 0, said.err
+        say("run", *options, f"hydra.run.dir={folder}").success()
         requests = table_of(home / folder).sort_by("request_id")
         made.append((manifest_of(home / folder)["digest"], steps_of(home / folder), requests))
     first, second = made
@@ -102,24 +100,21 @@ def test_a_run_repeated_makes_the_same_folder(router: str, home: Path, capsys: p
     assert pc.sum(steps["swap_ns"]).as_py() > 0
 
 
-def test_a_run_is_made_again_from_its_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_made_again_from_its_folder(home: Path, say: Say) -> None:
     router = "backend.router={_target_: testbed.routing.routers.PowerOfTwo, measure: tokens}"
-    assert say(capsys, "run", *FLEET, router).status == 0
-    said = say(capsys, "run", "from=run", "hydra.run.dir=again")
-    assert said.status == 0, said.err
+    say("run", *FLEET, router).success()
+    say("run", "from=run", "hydra.run.dir=again").success()
     assert manifest_of(home / "again")["digest"] == manifest_of(home / "run")["digest"]
     assert manifest_of(home / "again")["router"] == "testbed.routing.routers.PowerOfTwo"
 
 
-def test_a_router_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", *FLEET, "backend.router={_target_: mine.EveryOther}")
-    assert said.status == 0, said.err
+def test_a_router_of_ones_own(home: Path, say: Say) -> None:
+    say("run", *FLEET, "backend.router={_target_: mine.EveryOther}").success()
     requests = table_of(home / "run").sort_by("arrival_ns")
     assert requests["replica"].to_pylist() == [2, 1, 0] * 8
     others = "{_target_: mine.EveryOther, step: 1}"
     nested = f"backend.router={{_target_: testbed.routing.routers.SessionSticky, others: {others}}}"
-    said = say(capsys, "run", *FLEET, *SESSIONS, nested, "hydra.run.dir=sticky")
-    assert said.status == 0, said.err
+    say("run", *FLEET, *SESSIONS, nested, "hydra.run.dir=sticky").success()
     table = table_of(home / "sticky").select(["session_id", "replica"]).to_pylist()
     homes = {(row["session_id"], row["replica"]) for row in table}
     assert len(homes) == len({row["session_id"] for row in table}) == 8
@@ -142,8 +137,8 @@ def test_a_router_of_ones_own(home: Path, capsys: pytest.CaptureFixture[str]) ->
         ("routers=random", "unknown key 'backend.routers'; did you mean 'backend.router'?"),
     ],
 )
-def test_what_is_refused(option: str, message: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = say(capsys, "run", *FLEET, f"backend.{option}").error()
+def test_what_is_refused(option: str, message: str, home: Path, say: Say) -> None:
+    error = say("run", *FLEET, f"backend.{option}").error()
     assert message in error
 
 
@@ -154,15 +149,15 @@ def test_a_tape_is_of_one_engine() -> None:
     refuse_fleet(config_of())
 
 
-def test_a_link_changes_nothing_without_swaps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_changes_nothing_without_swaps(home: Path, say: Say) -> None:
     one = (*TINY, *SHORT)
-    assert say(capsys, "run", *one, "hydra.run.dir=plain").status == 0
-    assert say(capsys, "run", *one, "backend.swap_overlap=true", "hydra.run.dir=link").status == 0
+    say("run", *one, "hydra.run.dir=plain").success()
+    say("run", *one, "backend.swap_overlap=true", "hydra.run.dir=link").success()
     assert steps_of(home / "plain").equals(steps_of(home / "link"))
     assert manifest_of(home / "plain")["replicas"] is manifest_of(home / "link")["replicas"] is None
 
 
-def test_the_operators_of_a_fleet_add_up(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_operators_of_a_fleet_add_up(home: Path, say: Say) -> None:
     """What the scheduler takes, and what hid behind the computation, are parts of their own."""
     slow = ("scheduler=vllm_v0", "scheduler.preemption=swap", "cache.num_gpu_blocks=14", "cache.num_cpu_blocks=24",
             "device.host_link_bytes_per_s=1e6", "allow_ignored=true")  # fmt: skip
@@ -172,8 +167,7 @@ def test_the_operators_of_a_fleet_add_up(home: Path, capsys: pytest.CaptureFixtu
         "record.operators=true",
         "trace.arrival=all_at_once",
     )
-    said = say(capsys, "run", *FLEET, *slow, *options)
-    assert said.status == 0, said.err
+    say("run", *FLEET, *slow, *options).success()
     phases = json.loads((home / "run" / "operators.json").read_text())["phases"]
     steps = steps_of(home / "run")
     assert sum(phase["ns"]["scheduler"] for phase in phases.values()) == 700 * steps.num_rows
@@ -182,10 +176,9 @@ def test_the_operators_of_a_fleet_add_up(home: Path, capsys: pytest.CaptureFixtu
     assert sum(sum(phase["ns"].values()) for phase in phases.values()) == spans
 
 
-def test_a_fleet_without_records_of_steps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", *FLEET, "record.steps=false")
-    assert said.status == 0, said.err
-    assert "replicas     3 by round_robin: the busiest was sent 1 times the mean" in said.out
+def test_a_fleet_without_records_of_steps(home: Path, say: Say) -> None:
+    said = say("run", *FLEET, "record.steps=false").success()
+    assert "replicas     3 by round_robin: the busiest was sent 1 times the mean" in said
     replicas = summary_of(home / "run")["replicas"]
     assert replicas["imbalance"] == {"requests": 1.0, "computed_tokens": None, "busy": None}
     assert [one["num_computed_tokens"] for one in replicas["each"]] == [None] * 3

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,13 @@ from analysis.load import load_run
 from experiments.runs.interrupt import undisturbed, was_pressed
 from experiments.sweeps.points import Board, Outcome
 from experiments.sweeps.progress import Followed
-from tests.experiments.kit import REAL, TINY, latest, manifest_of, say
+from tests.experiments.kit import REAL, TINY, Say, latest, manifest_of, needs_engine
 
 LONG = ("trace.num_requests=20000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
 BACKENDS = [
     pytest.param((), id="sim"),
     pytest.param(("backend.num_replicas=3", "backend.router=least_loaded"), id="fleet"),
-    pytest.param(REAL, id="real", marks=pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")),
+    pytest.param(REAL, id="real", marks=needs_engine),
 ]
 
 
@@ -56,9 +55,7 @@ def _has_stepped(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ctrl_c_keeps_partial_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: tuple[str, ...]
-) -> None:
+def test_ctrl_c_keeps_partial_results(tmp_path: Path, say: Say, backend: tuple[str, ...]) -> None:
     folder = tmp_path / "run"
     status, lines = interrupted(folder, *backend, "record.decisions=true", f"hydra.run.dir={folder}")
     assert status == 130
@@ -75,21 +72,20 @@ def test_ctrl_c_keeps_partial_results(
     assert f"after {finished.sum()} of 20000 requests" in lines[0]
     assert run.summary["status"] == "partial"
     if backend == REAL:
-        said = say(capsys, "parity", str(folder))
-        assert said.status == 0, said.out
-        assert f"identical: {len(run.steps)} steps" in said.out
+        said = say("parity", str(folder)).success()
+        assert f"identical: {len(run.steps)} steps" in said
 
 
 @pytest.mark.parametrize(("job", "is_made"), [((), False), (("hydra.job.name=one",), True)], ids=["ours", "Hydra's"])
 def test_ctrl_c_before_anything_is_written_leaves_no_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, job: tuple[str], is_made: bool
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch, job: tuple[str], is_made: bool
 ) -> None:
     def pressed(*arguments: object) -> None:
         assert (tmp_path / "run").is_dir() == is_made, "Hydra makes it"
         raise KeyboardInterrupt
 
     monkeypatch.setattr("experiments.runs.run.prepare_sim", pressed)
-    assert say(capsys, "run", *TINY, *LONG, *job, f"hydra.run.dir={tmp_path / 'run'}").status == 130
+    assert say("run", *TINY, *LONG, *job, f"hydra.run.dir={tmp_path / 'run'}").status == 130
     assert not (tmp_path / "run").exists()
 
 
@@ -152,22 +148,22 @@ def test_ctrl_c_ends_a_sweep_and_its_points_are_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_any_command_is_ended_by_each_signal_as_by_ctrl_c_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+    monkeypatch: pytest.MonkeyPatch, say: Say, number: signal.Signals
 ) -> None:
     def press(*_: object) -> None:
         os.kill(os.getpid(), number)
         time.sleep(1)
 
     monkeypatch.setattr("experiments.commands.listing.print_listing", press)
-    said = say(capsys, "list")
+    said = say("list")
     assert said.status == 130
     assert said.error() == "interrupted"
 
 
-def test_a_command_under_nohup_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_under_nohup_goes_on(monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     monkeypatch.setattr("experiments.commands.listing.print_listing", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
-    assert say(capsys, "list").status == 0
+    say("list").success()
 
 
 def test_a_press_while_records_are_closed_is_not_lost() -> None:

@@ -28,7 +28,7 @@ from testbed.core.sampling import SamplingParams
 from testbed.records.tape import read_tape
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
-from tests.experiments.kit import REAL, SHORT, TINY, config_of, manifest_of, say, table_of
+from tests.experiments.kit import REAL, SHORT, TINY, Say, config_of, manifest_of, table_of
 
 SESSIONS = {"trace__min_turns": 2, "trace__max_turns": 3, "trace__closed_loop": True, "trace__think_time_s": 0.02}
 
@@ -62,7 +62,7 @@ def test_a_replay_at_a_speed_divides_when_requests_come_and_nothing_else(tmp_pat
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_a_simulation_of_a_replay_has_its_speed_and_only_such_a_one_is_paired_with_it(tmp_path, capsys):
+def test_a_simulation_of_a_replay_has_its_speed_and_only_such_a_one_is_paired_with_it(tmp_path, capsys, say):
     fast = replayed(tmp_path / "fast", backend__speed=4.0)
     real = load_run(fast)
     keys = ["backend=sim", "cost=linear"]
@@ -73,8 +73,8 @@ def test_a_simulation_of_a_replay_has_its_speed_and_only_such_a_one_is_paired_wi
     assert [pair.sim.path for pair in infer_pairs([*sims, real])] == [same.folder]
     tape = ["backend=sim", "cost=recorded", f"cost.run={fast}"]
     assert load_run(execute(config_from(fast, tape), tmp_path / "tape").folder).fingerprint == real.fingerprint
-    assert say(capsys, "fidelity", str(fast), "cost=linear", "--out", str(tmp_path / "out")).status == 0
-    assert say(capsys, "report", str(tmp_path / "out" / "runs"), "--out", str(tmp_path / "r.html")).status == 0
+    say("fidelity", str(fast), "cost=linear", "--out", str(tmp_path / "out")).success()
+    say("report", str(tmp_path / "out" / "runs"), "--out", str(tmp_path / "r.html")).success()
     saved = {"backend": {"speed": 4.0}, "trace": {"_target_": "mine.make"}}
     assert not _speed_of(saved, keys)
     assert "note: simulated at speed 1 and not 4" in capsys.readouterr().err
@@ -187,69 +187,64 @@ def test_a_forced_run_samples_every_token_that_a_free_one_samples(tmp_path, monk
         ("backend.pace=fast", "backend.pace is 'fast'; choose one of real_time, as_fast_as_possible"),
     ],
 )
-def test_impossible_replays_are_one_line(capsys, tmp_path, override, message):
-    said = say(capsys, "run", *TINY, *SHORT, *REAL, override, f"hydra.run.dir={tmp_path / 'run'}")
+def test_impossible_replays_are_one_line(say, tmp_path, override, message):
+    said = say("run", *TINY, *SHORT, *REAL, override, f"hydra.run.dir={tmp_path / 'run'}")
     assert message in said.error()
     assert not (tmp_path / "run" / "manifest.json").exists()
 
 
-def test_the_simulator_needs_lengths(capsys, tmp_path):
-    said = say(capsys, "run", *TINY, *SHORT, "trace.forced=nothing", f"hydra.run.dir={tmp_path / 'run'}")
+def test_the_simulator_needs_lengths(say, tmp_path):
+    said = say("run", *TINY, *SHORT, "trace.forced=nothing", f"hydra.run.dir={tmp_path / 'run'}")
     assert "the simulator has no model; choose tokens or lengths" in said.error()
     config = config_of(trace__forced="lengths")
     assert config.trace.forced == "lengths"
-    said = say(capsys, "run", *TINY, *SHORT, "trace.forced=lengths", f"hydra.run.dir={tmp_path / 'run'}")
-    assert said.status == 0
+    say("run", *TINY, *SHORT, "trace.forced=lengths", f"hydra.run.dir={tmp_path / 'run'}").success()
 
 
-def test_what_the_model_ends_is_bounded_by_its_own_parameter(capsys, tmp_path):
+def test_what_the_model_ends_is_bounded_by_its_own_parameter(say, tmp_path):
     free = [*TINY, *SHORT, *REAL, "trace.forced=nothing", "sampling.ignore_eos=true", "trace.output.kind=constant"]
     cut = ["trace.output.value=9", "trace.output.min_tokens=1", "sampling.max_tokens=2"]
-    said = say(capsys, "run", *free, *cut, f"hydra.run.dir={tmp_path / 'cut'}")
+    said = say("run", *free, *cut, f"hydra.run.dir={tmp_path / 'cut'}")
     assert "trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace" in said.out
-    said = say(capsys, "run", *free, "cache.num_gpu_blocks=4", f"hydra.run.dir={tmp_path / 'small'}")
+    said = say("run", *free, "cache.num_gpu_blocks=4", f"hydra.run.dir={tmp_path / 'small'}")
     assert "Cut them with trace.max_prompt_tokens or sampling.max_tokens, raise the limit" in said.err
-    simulated = say(capsys, "run", *TINY, *SHORT, "cache.num_gpu_blocks=1", f"hydra.run.dir={tmp_path / 'simulated'}")
+    simulated = say("run", *TINY, *SHORT, "cache.num_gpu_blocks=1", f"hydra.run.dir={tmp_path / 'simulated'}")
     assert "Cut them with trace.max_prompt_tokens or trace.max_output_tokens" in simulated.err
 
 
-def test_a_run_that_is_scaled_by_a_probe_says_by_which_and_another_may_take_the_same(capsys, tmp_path):
+def test_a_run_that_is_scaled_by_a_probe_says_by_which_and_another_may_take_the_same(say, tmp_path):
     paced = [*TINY, *SHORT, *REAL, "backend.pace=probe_scaled"]
-    said = say(capsys, "run", *paced, f"hydra.run.dir={tmp_path / 'first'}")
-    assert said.status == 0, said.err
+    said = say("run", *paced, f"hydra.run.dir={tmp_path / 'first'}").success()
     probe = manifest_of(tmp_path / "first")["replay"]["probe"]
     assert probe["num_probes"] >= 3
-    assert f"for runs to compare: backend.pace=probe_scaled backend.probe_ns={probe['probe_ns']}" in said.out
-    again = say(capsys, "run", *paced, f"backend.probe_ns={probe['probe_ns']}", f"hydra.run.dir={tmp_path / 'again'}")
-    assert again.status == 0, again.err
+    assert f"for runs to compare: backend.pace=probe_scaled backend.probe_ns={probe['probe_ns']}" in said
+    say("run", *paced, f"backend.probe_ns={probe['probe_ns']}", f"hydra.run.dir={tmp_path / 'again'}").success()
     assert manifest_of(tmp_path / "again")["replay"]["probe"]["probe_ns"] == probe["probe_ns"]
-    alone = say(capsys, "run", *TINY, *SHORT, *REAL, "backend.probe_ns=9", f"hydra.run.dir={tmp_path / 'no'}")
+    alone = say("run", *TINY, *SHORT, *REAL, "backend.probe_ns=9", f"hydra.run.dir={tmp_path / 'no'}")
     assert "backend.probe_ns is of backend.pace=probe_scaled; choose it, or set probe_ns=null" in alone.error()
 
 
-def test_a_sweep_whose_points_each_have_a_clock_of_their_own_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_whose_points_each_have_a_clock_of_their_own_says_so(tmp_path: Path, say: Say) -> None:
     given = ["run", "-m", *TINY, *SHORT, *REAL, "seed=0,1", "backend.pace=probe_scaled", f"hydra.sweep.dir={tmp_path}"]
-    said = say(capsys, *given).out
+    said = say(*given).out
     assert "note         backend.pace=probe_scaled without backend.probe_ns: each of 2 points scales" in said
-    assert "without backend.probe_ns" not in say(capsys, *given).out, "nothing is left to run"
-    assert "without backend.probe_ns" not in say(capsys, *given, "backend.probe_ns=100000").out
+    assert "without backend.probe_ns" not in say(*given).out, "nothing is left to run"
+    assert "without backend.probe_ns" not in say(*given, "backend.probe_ns=100000").out
 
 
-def test_a_real_run_is_simulated_in_the_pool_that_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    say(capsys, "run", *REAL, *TINY, *SHORT, "backend.cpu_kv_bytes=1000000", f"hydra.run.dir={tmp_path / 'real'}")
+def test_a_real_run_is_simulated_in_the_pool_that_it_had(tmp_path: Path, say: Say) -> None:
+    say("run", *REAL, *TINY, *SHORT, "backend.cpu_kv_bytes=1000000", f"hydra.run.dir={tmp_path / 'real'}")
     had = manifest_of(tmp_path / "real")["num_gpu_blocks"]
     elsewhere = simulated_pools(config_of((*TINY, *SHORT, "device=h100"))).num_gpu_blocks
     cases = (("sim", (), had), ("given", ("cache.num_gpu_blocks=99",), 99), ("other", ("device=h100",), elsewhere))
     for name, options, expected in cases:
         again = (f"from={tmp_path / 'real'}", "backend=sim", *options, f"hydra.run.dir={tmp_path / name}")
-        assert say(capsys, "run", *again).status == 0
+        say("run", *again).success()
         assert manifest_of(tmp_path / name)["num_gpu_blocks"] == expected
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_a_real_run_is_simulated_in_the_dtype_that_it_computed_in(tmp_path: Path, capsys) -> None:
+def test_a_real_run_is_simulated_in_the_dtype_that_it_computed_in(tmp_path: Path, say: Say) -> None:
     folder = make_checkpoint(tmp_path / "model", config_of((*TINY, *SHORT)).model, seed=3)
     had = config_of((*TINY, *SHORT)).model.dtype
     other = "bfloat16" if had == "float32" else "float32"
@@ -261,9 +256,9 @@ def test_a_real_run_is_simulated_in_the_dtype_that_it_computed_in(tmp_path: Path
         ("files", (f"model.path={folder}", "device=cpu"), (), had, f"{unlike}model.path a copy of config.json that"),
     ):
         real, sim, out = (tmp_path / f"{name}_{kind}" for kind in ("real", "sim", "fidelity"))
-        say(capsys, "run", *REAL, *model, *SHORT, f"backend.dtype={other}", f"hydra.run.dir={real}")
-        ran = say(capsys, "run", f"from={real}", "backend=sim", *chosen, f"hydra.run.dir={sim}")
-        compared = say(capsys, "fidelity", str(real), *chosen, "--out", str(out))
+        say("run", *REAL, *model, *SHORT, f"backend.dtype={other}", f"hydra.run.dir={real}")
+        ran = say("run", f"from={real}", "backend=sim", *chosen, f"hydra.run.dir={sim}")
+        compared = say("fidelity", str(real), *chosen, "--out", str(out))
         assert (ran.status, compared.status) == (0, 0), ran.err + compared.err
         for printed, made in ((ran.err, sim), (compared.out, next(out.glob("**/simulated")))):
             assert said in printed

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,50 +22,35 @@ from testbed import compiled
 from testbed.records.schema import MANIFEST_KEYS, REQUEST_COLUMNS, STEP_COLUMNS
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers.own import read_jsonl
-from tests.experiments.kit import REAL, SHORT, TINY, config_of, decisions_of, manifest_of, say, table_of, trace_of
+from tests.experiments.kit import (
+    BACKENDS,
+    SHORT,
+    TIGHT,
+    TINY,
+    Say,
+    config_of,
+    decisions_of,
+    manifest_of,
+    table_of,
+    trace_of,
+)
 
-needs_engine = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 FILES = {
-    "config.yaml",
-    "manifest.json",
-    "requests.parquet",
-    "steps.parquet",
-    "summary.json",
-    "decisions.jsonl",
-    "run.log",
+    "config.yaml", "manifest.json", "requests.parquet", "steps.parquet", "summary.json", "decisions.jsonl", "run.log",
     "done",
-}
+}  # fmt: skip
 DECISION_FIELDS = [
-    "step",
-    "time_s",
-    "scheduled",
-    "preempted",
-    "swapped_out",
-    "swapped_in",
-    "ignored",
-    "cached_tokens",
-    "free_blocks",
-    "free_cpu_blocks",
-]
-BACKENDS = [pytest.param((), id="sim"), pytest.param(REAL, id="real", marks=needs_engine)]
-TIGHT = {
-    "trace__num_requests": 14,
-    "trace__num_system_prompts": 2,
-    "trace__system_prompt_tokens": 14,
-    "trace__output": {"kind": "uniform", "min_tokens": 8, "max_tokens": 30},
-    "trace__prompt": {"kind": "uniform", "min_tokens": 2, "max_tokens": 30},
-    "trace__rate": 4000.0,
-    "cache__num_gpu_blocks": 22,
-    "cache__watermark": 0.0,
-    "record__decisions": True,
-}
+    "step", "time_s", "scheduled", "preempted", "swapped_out", "swapped_in", "ignored", "cached_tokens",
+    "free_blocks", "free_cpu_blocks",
+]  # fmt: skip
+DECIDED = TIGHT | {"record__decisions": True}
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with hits and preemptions, decisions recorded."""
     folder = tmp_path_factory.mktemp("run") / "run"
-    result = execute(config_of((*TINY, *SHORT, *request.param), **TIGHT), folder, command="testbed run it")
+    result = execute(config_of((*TINY, *SHORT, *request.param), **DECIDED), folder, command="testbed run it")
     assert result.exit_status == 0
     assert result.summary["preemptions"]["total"] > 0
     return folder
@@ -197,33 +181,32 @@ def test_records_can_be_thinned(tmp_path: Path) -> None:
 # --- repeating a run ---
 
 
-def test_a_run_is_repeated_from_its_folder(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = say(capsys, "run", f"from={made}", f"hydra.run.dir={tmp_path / 'again'}")
-    assert said.status == 0, said.err
+def test_a_run_is_repeated_from_its_folder(made: Path, tmp_path: Path, say: Say) -> None:
+    said = say("run", f"from={made}", f"hydra.run.dir={tmp_path / 'again'}").success()
     again, first = manifest_of(tmp_path / "again"), manifest_of(made)
     assert again["trace"]["fingerprint"] == first["trace"]["fingerprint"]
-    assert f"repeated     {made}: " in said.out
-    assert (f"testbed parity {made}" in said.out) == is_real(made), "its step times are measured again"
+    assert f"repeated     {made}: " in said
+    assert (f"testbed parity {made}" in said) == is_real(made), "its step times are measured again"
     if not is_real(made):  # a real run's instants, and so its decisions, are its own
-        assert f"the same decisions, digest {first['digest']}" in said.out
+        assert f"the same decisions, digest {first['digest']}" in said
         assert again["digest"] == first["digest"]
         assert table_of(tmp_path / "again").equals(table_of(made))
         assert table_of(tmp_path / "again", "steps").equals(table_of(made, "steps"))
     assert read_config(tmp_path / "again") == compose_from(read_config(made), []).raw
 
 
-def test_an_override_makes_it_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    execute(config_of(**TIGHT), tmp_path / "run")
+def test_an_override_makes_it_another_run(tmp_path: Path, say: Say) -> None:
+    execute(config_of(**DECIDED), tmp_path / "run")
     where = f"hydra.run.dir={tmp_path / 'again'}"
-    assert say(capsys, "run", f"from={tmp_path / 'run'}", "cache.num_gpu_blocks=40", where).status == 0
+    say("run", f"from={tmp_path / 'run'}", "cache.num_gpu_blocks=40", where).success()
     again, first = manifest_of(tmp_path / "again"), manifest_of(tmp_path / "run")
     assert again["digest"] != first["digest"]
     assert again["trace"]["fingerprint"] == first["trace"]["fingerprint"]
-    changed = say(capsys, "run", f"from={tmp_path / 'run'}", "cache.num_gpu_blocks=40", where, "overwrite=true")
+    changed = say("run", f"from={tmp_path / 'run'}", "cache.num_gpu_blocks=40", where, "overwrite=true")
     assert "repeated" not in changed.out
-    error = say(capsys, "run", f"from={tmp_path / 'run'}", "cache.blok_size=3", f"hydra.run.dir={tmp_path / 'c'}")
+    error = say("run", f"from={tmp_path / 'run'}", "cache.blok_size=3", f"hydra.run.dir={tmp_path / 'c'}")
     assert "cache.block_size" in error.error()
-    assert "already holds a run" in say(capsys, "run", f"from={tmp_path / 'run'}", where).error()
+    assert "already holds a run" in say("run", f"from={tmp_path / 'run'}", where).error()
 
 
 def test_a_term_of_prices_that_came_later_changes_no_run_of_before() -> None:
@@ -236,18 +219,16 @@ def test_a_term_of_prices_that_came_later_changes_no_run_of_before() -> None:
     assert compose_from(before, ["device=h100"]).device.interconnect_efficiency < 1, "another device is the library's"
 
 
-def test_a_run_of_a_file_is_repeated_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_a_file_is_repeated_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
     trace_of(tmp_path, [{"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 4}])
     monkeypatch.chdir(tmp_path)
-    assert say(capsys, "run", *TINY, "trace=jsonl", "trace.path=rows.jsonl", "hydra.run.dir=run").status == 0
+    say("run", *TINY, "trace=jsonl", "trace.path=rows.jsonl", "hydra.run.dir=run").success()
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    assert say(capsys, "run", f"from={tmp_path / 'run'}", "hydra.run.dir=../again").status == 0
+    say("run", f"from={tmp_path / 'run'}", "hydra.run.dir=../again").success()
     assert manifest_of(tmp_path / "again")["digest"] == manifest_of(tmp_path / "run")["digest"]
-    assert say(capsys, "explain", "../run").status == 0
-    assert say(capsys, "fidelity", "../run").status == 0
+    say("explain", "../run").success()
+    say("fidelity", "../run").success()
 
 
 # --- nothing is chance ---
@@ -255,7 +236,7 @@ def test_a_run_of_a_file_is_repeated_from_anywhere(
 
 def test_the_same_configuration_gives_the_same_run_byte_for_byte(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        execute(config_of(**TIGHT), tmp_path / name)
+        execute(config_of(**DECIDED), tmp_path / name)
     for name in ("requests.parquet", "steps.parquet", "decisions.jsonl", "config.yaml", "summary.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
@@ -273,8 +254,8 @@ import sys
 from pathlib import Path
 from experiments.runs.run import execute
 from tests.experiments.kit import config_of
-from tests.experiments.test_run_folder import TIGHT
-execute(config_of(**TIGHT), Path(sys.argv[1]))
+from tests.experiments.test_run_folder import DECIDED
+execute(config_of(**DECIDED), Path(sys.argv[1]))
 """
 
 
@@ -289,12 +270,12 @@ def test_the_hash_seed_of_python_changes_nothing(tmp_path: Path) -> None:
 # --- constant cost: a clock that a reader can follow ---
 
 
-def test_with_steps_of_a_second_step_k_starts_at_second_k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_steps_of_a_second_step_k_starts_at_second_k(tmp_path: Path, say: Say) -> None:
     rows = [{"request_id": f"r{i}", "arrival_time": i * 2, "prompt_tokens": 10, "output_tokens": 5} for i in range(6)]
     trace_of(tmp_path, rows)
     more = ("trace=jsonl", f"trace.path={tmp_path / 'rows.jsonl'}", "cost=constant", "cost.step_s=1")
     folder = tmp_path / "run"
-    assert say(capsys, "run", *TINY, *more, "record.decisions=true", f"hydra.run.dir={folder}").status == 0
+    say("run", *TINY, *more, "record.decisions=true", f"hydra.run.dir={folder}").success()
     assert [line["time_s"] for line in decisions_of(folder)] == list(range(len(decisions_of(folder))))
     steps = table_of(folder, "steps").to_pandas()
     assert (steps["end_ns"] - steps["start_ns"] == 10**9).all()
@@ -310,19 +291,9 @@ def test_an_idle_run_jumps_to_the_next_arrival(tmp_path: Path) -> None:
     assert [line["time_s"] for line in decisions_of(tmp_path / "run")] == [3, 4, 10, 11]
 
 
-def test_a_group_can_be_exchanged_when_a_run_is_repeated(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = say(
-        capsys,
-        "run",
-        f"from={made}",
-        "backend=sim",
-        "cost=constant",
-        "cost.step_s=0.001",
-        f"hydra.run.dir={tmp_path / 'x'}",
-    )
-    assert said.status == 0, said.err
+def test_a_group_can_be_exchanged_when_a_run_is_repeated(made: Path, tmp_path: Path, say: Say) -> None:
+    other = ("backend=sim", "cost=constant", "cost.step_s=0.001")
+    say("run", f"from={made}", *other, f"hydra.run.dir={tmp_path / 'x'}").success()
     assert (manifest_of(tmp_path / "x")["cost"], manifest_of(tmp_path / "x")["backend"]) == ("constant", "sim")
 
 
@@ -335,44 +306,44 @@ def test_a_group_can_be_exchanged_when_a_run_is_repeated(
     ],
 )
 def test_what_changes_a_repeated_run_is_checked_as_any_other(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str
+    made: Path, tmp_path: Path, say: Say, override: str, told: str
 ) -> None:
-    said = say(capsys, "run", f"from={made}", override, f"hydra.run.dir={tmp_path / 'x'}")
+    said = say("run", f"from={made}", override, f"hydra.run.dir={tmp_path / 'x'}")
     assert said.status == 1
     assert told in said.error()
 
 
-def test_leave_to_overwrite_is_not_inherited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leave_to_overwrite_is_not_inherited(tmp_path: Path, say: Say) -> None:
     first, precious = tmp_path / "first", tmp_path / "precious"
-    assert say(capsys, "run", *TINY, *SHORT, f"hydra.run.dir={first}", "overwrite=true").status == 0
-    assert say(capsys, "run", *TINY, *SHORT, "seed=1", f"hydra.run.dir={precious}").status == 0
+    say("run", *TINY, *SHORT, f"hydra.run.dir={first}", "overwrite=true").success()
+    say("run", *TINY, *SHORT, "seed=1", f"hydra.run.dir={precious}").success()
     before = (precious / "manifest.json").read_bytes()
-    assert "already holds a run" in say(capsys, "run", f"from={first}", f"hydra.run.dir={precious}").error()
+    assert "already holds a run" in say("run", f"from={first}", f"hydra.run.dir={precious}").error()
     assert (precious / "manifest.json").read_bytes() == before
 
 
-def test_a_run_and_a_sweep_never_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_and_a_sweep_never_share_a_folder(tmp_path: Path, say: Say) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
-    assert say(capsys, "run", *TINY, *SHORT, f"hydra.run.dir={one}").status == 0
-    assert say(capsys, "run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra.sweep.dir={many}").status == 0
+    say("run", *TINY, *SHORT, f"hydra.run.dir={one}").success()
+    say("run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra.sweep.dir={many}").success()
     files = sorted(path.name for path in (*one.rglob("*"), *many.rglob("*")))
     for words, said in (
         ((f"hydra.run.dir={many}", "overwrite=true"), "holds other runs"),
         ((f"hydra.run.dir={one / 'inside'}",), "holds a run, and other runs need a folder of their own"),
         (("-m", "seed=0,1", f"hydra.sweep.dir={one}"), "choose another hydra.sweep.dir"),
     ):
-        assert said in say(capsys, "run", *TINY, *SHORT, *words).error()
+        assert said in say("run", *TINY, *SHORT, *words).error()
     assert sorted(path.name for path in (*one.rglob("*"), *many.rglob("*"))) == files
 
 
-def test_a_manifest_says_what_its_maker_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_manifest_says_what_its_maker_set(tmp_path: Path, say: Say) -> None:
     """As data, whatever made it: the command line, a repetition with changes, Python."""
     one, again = tmp_path / "one", tmp_path / "again"
-    say(capsys, "run", *TINY, *SHORT, "seed=3", f"hydra.run.dir={one}")
+    say("run", *TINY, *SHORT, "seed=3", f"hydra.run.dir={one}")
     given = manifest_of(one)["given"]
     assert (given["seed"], given["model"], given["trace.rate"]) == ("3", "tiny", "400")
     assert not [key for key in given if key.startswith("hydra")]
-    say(capsys, "run", f"from={one}", "seed=4", "cache.watermark=0.1", f"hydra.run.dir={again}")
+    say("run", f"from={one}", "seed=4", "cache.watermark=0.1", f"hydra.run.dir={again}")
     assert manifest_of(again)["given"] == given | {"seed": "4", "cache.watermark": "0.1"}
     made = simulate({"num_requests": 5}, model="tiny", scheduler={"max_num_seqs": 4}, folder=tmp_path / "made")
     assert made.manifest["given"] | {"model": "tiny", "scheduler.max_num_seqs": "4"} == made.manifest["given"]

@@ -17,25 +17,24 @@ import torch
 from real import step_trace
 from testbed.records.schema import STEP_TRACE_FILE
 from tests.analysis.chrome_events import ns, read
-from tests.experiments.kit import REAL, SHORT, TINY, say
+from tests.experiments.kit import REAL, SHORT, TINY, Say
 
 PARTS = ("prepare", "swap", "forward", "sample")
 
 
-def profiled(folder: Path, capsys: pytest.CaptureFixture[str], steps: str, *more: str) -> list[dict[str, Any]]:
-    said = say(capsys, "run", *TINY, *SHORT, *REAL, f"record.profile={steps}", *more, f"hydra.run.dir={folder}")
-    assert said.status == 0, said.err
+def profiled(say: Say, folder: Path, steps: str, *more: str) -> list[dict[str, Any]]:
+    say("run", *TINY, *SHORT, *REAL, f"record.profile={steps}", *more, f"hydra.run.dir={folder}").success()
     return json.loads(gzip.decompress((folder / STEP_TRACE_FILE).read_bytes()))["traceEvents"]
 
 
-def test_these_steps_are_on_the_timeline_beside_the_runs_own(tmp_path: Path, capsys: Any) -> None:
+def test_these_steps_are_on_the_timeline_beside_the_runs_own(tmp_path: Path, say: Say) -> None:
     folder = tmp_path / "run"
-    profiled(folder, capsys, "2:4")
+    profiled(say, folder, "2:4")
     note = "PROFILED STEPS: those of record.profile, and requests meanwhile, took longer than without the profiler"
     assert note in " ".join(json.loads((folder / "manifest.json").read_text())["replay"]["notes"])
-    assert say(capsys, "fidelity", str(folder), "--out", str(tmp_path / "f")).status == 0
+    say("fidelity", str(folder), "--out", str(tmp_path / "f")).success()
     assert note in (tmp_path / "f" / "fidelity.md").read_text()
-    assert say(capsys, "timeline", str(folder)).status == 0
+    say("timeline", str(folder)).success()
     events = [event for event in read(folder / "timeline.json") if event["pid"] == 2]
     assert any(event["name"].startswith("aten::") for event in events), "operators"
     steps = {event["name"]: event for event in events if event["name"].startswith("step ")}
@@ -51,21 +50,21 @@ def test_these_steps_are_on_the_timeline_beside_the_runs_own(tmp_path: Path, cap
         assert [event["name"] for event in within] == list(PARTS)
 
 
-def test_a_part_of_the_timeline_has_that_part_of_the_profile(tmp_path: Path, capsys: Any) -> None:
+def test_a_part_of_the_timeline_has_that_part_of_the_profile(tmp_path: Path, say: Say) -> None:
     folder, out = tmp_path / "run", tmp_path / "part.json"
-    profiled(folder, capsys, "2:4")
-    assert say(capsys, "timeline", str(folder), "--steps", "0:1", "--out", str(out)).status == 0
+    profiled(say, folder, "2:4")
+    say("timeline", str(folder), "--steps", "0:1", "--out", str(out)).success()
     assert not [event for event in read(out) if event["name"].startswith("step 4")]
 
 
-def test_a_run_that_ends_before_keeps_what_was_traced(tmp_path: Path, capsys: Any) -> None:
-    names = {event.get("name") for event in profiled(tmp_path / "run", capsys, "3:100000")}
+def test_a_run_that_ends_before_keeps_what_was_traced(tmp_path: Path, say: Say) -> None:
+    names = {event.get("name") for event in profiled(say, tmp_path / "run", "3:100000")}
     assert {"step 3", "step 4", "wait for step 4"} <= names
     assert "step 2" not in names
 
 
-def test_steps_that_are_planned_ahead_are_traced_too(tmp_path: Path, capsys: Any) -> None:
-    events = profiled(tmp_path / "run", capsys, "2:3", "scheduler=vllm_v1_async")
+def test_steps_that_are_planned_ahead_are_traced_too(tmp_path: Path, say: Say) -> None:
+    events = profiled(say, tmp_path / "run", "2:3", "scheduler=vllm_v1_async")
     names = {event.get("name") for event in events}
     assert {"step 2", "step 3", "wait for step 2", "wait for step 3"} <= names
     waits = [event for event in events if str(event.get("name")).startswith("wait for step ")]
@@ -96,24 +95,24 @@ def test_on_a_gpu_the_parts_are_ranges_of_nvtx(monkeypatch: pytest.MonkeyPatch) 
         ),
     ],
 )
-def test_what_cannot_be_traced_is_one_line(tmp_path: Path, capsys: Any, arguments: tuple[str, ...], told: str) -> None:
-    assert told in say(capsys, "run", *TINY, *SHORT, *arguments, f"hydra.run.dir={tmp_path / 'run'}").error()
+def test_what_cannot_be_traced_is_one_line(tmp_path: Path, say: Say, arguments: tuple[str, ...], told: str) -> None:
+    assert told in say("run", *TINY, *SHORT, *arguments, f"hydra.run.dir={tmp_path / 'run'}").error()
 
 
-def test_a_profiled_run_is_simulated_from_its_folder(tmp_path: Path, capsys: Any) -> None:
+def test_a_profiled_run_is_simulated_from_its_folder(tmp_path: Path, say: Say) -> None:
     measured, again = tmp_path / "run", tmp_path / "again"
-    profiled(measured, capsys, "2:3")
-    said = say(capsys, "run", f"from={measured}", "backend=sim", "device=cpu", "cost=linear", f"hydra.run.dir={again}")
-    assert said.status == 0
-    assert "record.profile has no effect in a simulation" in said.out
+    profiled(say, measured, "2:3")
+    said = say(
+        "run", f"from={measured}", "backend=sim", "device=cpu", "cost=linear", f"hydra.run.dir={again}"
+    ).success()
+    assert "record.profile has no effect in a simulation" in said
     out = ("device=cpu", "cost=linear", "--out", str(tmp_path / "fidelity"))
-    told = say(capsys, "fidelity", str(measured), *out)
-    assert told.status == 0
-    assert "record.profile has no effect" not in told.out
+    told = say("fidelity", str(measured), *out).success()
+    assert "record.profile has no effect" not in told
 
 
-def test_a_profile_that_is_none_is_one_line(tmp_path: Path, capsys: Any) -> None:
+def test_a_profile_that_is_none_is_one_line(tmp_path: Path, say: Say) -> None:
     folder = tmp_path / "run"
-    assert say(capsys, "run", *TINY, *SHORT, f"hydra.run.dir={folder}").status == 0
+    say("run", *TINY, *SHORT, f"hydra.run.dir={folder}").success()
     (folder / STEP_TRACE_FILE).write_bytes(gzip.compress(b'{"traceEvents": [{"ph": "X", "cat": "kernel"}]}'))
-    assert "profile.json.gz: not a profile of steps (KeyError" in say(capsys, "timeline", str(folder)).error()
+    assert "profile.json.gz: not a profile of steps (KeyError" in say("timeline", str(folder)).error()

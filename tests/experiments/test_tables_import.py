@@ -223,18 +223,14 @@ def test_a_csv_that_is_none_is_named_without_its_bytes(tmp_path: Path, content: 
     ("old", "new", "error", "message"),
     [
         ("Llama-3.1-8B", "Llama-9-8B", ConfigError, "no model 'meta-llama/Llama-9-8B'; say which it is with --model"),
-        (
-            "gpu: NVIDIA RTX 4090\nhardware: RTX4090",
-            "hardware: TPU",
-            ConfigError,
-            "the library has no device 'TPU'; say which it is with",
-        ),
+        ("gpu: NVIDIA RTX 4090\nhardware: RTX4090", "hardware: TPU", ConfigError,
+         "the library has no device 'TPU'; say which it is with"),
         ("hardware: RTX4090\n", "", ProfileError, "meta.yaml: 'hardware' is None; expected a string"),
         ("variant: bf16", "variant: int3", ProfileError, "'variant' is 'int3'; expected one of bf16"),
         ("intermediate_size: 7168", "intermediate_size: 7000", ProfileError, "7000, which is no share of 14336"),
         ("model: meta", "model: [", ProfileError, "meta.yaml cannot be read as YAML"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_meta_file_is_named(tmp_path: Path, old: str, new: str, error: type[Exception], message: str) -> None:
     folder = spot.llmservingsim(tmp_path, spot.META.replace(old, new))
     with pytest.raises(error, match=message):

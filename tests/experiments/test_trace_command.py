@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli import main
+from tests.experiments.kit import Say
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:{i // 60:02}:{i % 60:02}.5,{i + 1},{i % 9 + 2}\n" for i in range(300)
@@ -21,82 +21,76 @@ def azure(tmp_path: Path) -> Path:
     return file
 
 
-def say(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
-    assert main(["trace", *map(str, arguments)]) == status
-    captured = capsys.readouterr()
-    return captured.out if status == 0 else captured.err
+@pytest.fixture
+def trace(say: Say) -> Say:
+    return lambda *arguments: say("trace", *map(str, arguments))
 
 
-def test_inspect_prints_what_is_in_a_trace(capsys: pytest.CaptureFixture[str], azure: Path) -> None:
-    out = say(capsys, "inspect", "azure", azure)
-    assert out == say(capsys, "azure", azure), "the short form"
+def test_inspect_prints_what_is_in_a_trace(trace: Say, azure: Path) -> None:
+    out = trace("inspect", "azure", azure).success()
+    assert out == trace("azure", azure).success(), "the short form"
     assert out.startswith("azure: 300 requests in 299.0 s, fingerprint ")
     for part in ("1 per s, CV of gaps 0.00", "dispersion", "P50", "P90", "P99", "shared prefixes 0.0%"):
         assert part in out
-    assert "requests" in say(capsys, "azure", azure, "--limit", 5)
+    assert "requests" in trace("azure", azure, "--limit", 5).success()
 
 
-def test_inspect_tells_of_sessions_tenants_and_batches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_inspect_tells_of_sessions_tenants_and_batches(trace: Say, tmp_path: Path) -> None:
     out = tmp_path / "chat.jsonl"
-    say(capsys, "synthesise", out, "num_requests=60", "max_turns=4", "num_tenants=2", "arrival=all_at_once")
-    told = say(capsys, "jsonl", out)
+    trace("synthesise", out, "num_requests=60", "max_turns=4", "num_tenants=2", "arrival=all_at_once").success()
+    told = trace("jsonl", out).success()
     assert "sessions" in told
     assert "closed-loop turns" in told
     assert "tenants         2: tenant-" in told
     assert "all at one instant" in told
     rows = [{"arrival_time": i // 5, "prompt_tokens": 3, "output_tokens": 2} for i in range(50)]
     (tmp_path / "batched.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "82% of arrivals at the instant of the one before; trace.transforms=[{name: spread}]" in say(
-        capsys, "jsonl", tmp_path / "batched.jsonl"
+    assert (
+        "82% of arrivals at the instant of the one before; trace.transforms=[{name: spread}]"
+        in trace("jsonl", tmp_path / "batched.jsonl").success()
     )
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.zst", "t.parquet"])
-def test_a_converted_trace_has_the_same_fingerprint(
-    capsys: pytest.CaptureFixture[str], azure: Path, tmp_path: Path, name: str
-) -> None:
-    out = say(capsys, "convert", "azure", azure, tmp_path / name)
+def test_a_converted_trace_has_the_same_fingerprint(trace: Say, azure: Path, tmp_path: Path, name: str) -> None:
+    out = trace("convert", "azure", azure, tmp_path / name).success()
     digest = out.split()[-1]
-    assert digest in say(capsys, "auto", tmp_path / name)
-    assert digest in say(capsys, "azure", azure)
-    assert "exists; choose another file or pass --overwrite" in say(
-        capsys, "convert", "azure", azure, tmp_path / name, status=1
+    assert digest in trace("auto", tmp_path / name).success()
+    assert digest in trace("azure", azure).success()
+    assert (
+        "exists; choose another file or pass --overwrite" in trace("convert", "azure", azure, tmp_path / name).error()
     )
 
 
-def test_what_is_read_is_not_written_over(capsys: pytest.CaptureFixture[str], azure: Path, tmp_path: Path) -> None:
+def test_what_is_read_is_not_written_over(trace: Say, azure: Path, tmp_path: Path) -> None:
     before = azure.read_bytes()
-    say(capsys, "convert", "azure", azure, own := tmp_path / "own.jsonl")
-    same = say(capsys, "convert", "jsonl", own, own, "--overwrite", status=1)
+    trace("convert", "azure", azure, own := tmp_path / "own.jsonl").success()
+    same = trace("convert", "jsonl", own, own, "--overwrite").error()
     assert f"{own} is what is read; choose another file" in same
     frozen = tmp_path / "t.parquet"
-    say(capsys, "freeze", frozen, "trace=azure", f"path={azure}")
+    trace("freeze", frozen, "trace=azure", f"path={azure}").success()
     kept = frozen.read_bytes()
     again = ("freeze", frozen, "--overwrite")
-    assert "is what is read" in say(capsys, *again, "trace=parquet", f"path={frozen}", status=1)
+    assert "is what is read" in trace(*again, "trace=parquet", f"path={frozen}").error()
     merged = f"transforms=[{{name: merge, path: {frozen}, format: parquet, label: b}}]"
-    assert "is what is read" in say(capsys, *again, "trace=azure", f"path={azure}", merged, status=1)
+    assert "is what is read" in trace(*again, "trace=azure", f"path={azure}", merged).error()
     bad = tmp_path / "bad.csv"
     bad.write_text(azure.read_text() + "no row\n")
-    say(capsys, *again, "trace=azure", f"path={bad}", "stream=true", status=1)
+    trace(*again, "trace=azure", f"path={bad}", "stream=true").error()
     assert (azure.read_bytes(), frozen.read_bytes()) == (before, kept)
     hidden, beside = tmp_path / ".a.jsonl", tmp_path / ".b.jsonl"
     hidden.write_bytes(before)
     beside.write_text("keep me")
     there = {*tmp_path.iterdir(), tmp_path / "a.jsonl", tmp_path / "b.jsonl"}
-    say(capsys, "convert", "azure", hidden, tmp_path / "a.jsonl")
-    say(capsys, "convert", "azure", azure, tmp_path / "b.jsonl")
+    trace("convert", "azure", hidden, tmp_path / "a.jsonl").success()
+    trace("convert", "azure", azure, tmp_path / "b.jsonl").success()
     assert (hidden.read_bytes(), beside.read_text(), {*tmp_path.iterdir()}) == (before, "keep me", there)
 
 
-def test_a_frozen_trace_runs_as_the_trace_that_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    settings = [
-        "trace.num_requests=40",
-        "trace.max_turns=3",
-        "trace.transforms=[{name: thin, fraction: 0.7}]",
-        "seed=3",
-    ]
-    say(capsys, "freeze", tmp_path / "t.parquet", *settings)
+def test_a_frozen_trace_runs_as_the_trace_that_it_was(trace: Say, say: Say, tmp_path: Path) -> None:
+    thin = "trace.transforms=[{name: thin, fraction: 0.7}]"
+    settings = ["trace.num_requests=40", "trace.max_turns=3", thin, "seed=3"]
+    trace("freeze", tmp_path / "t.parquet", *settings).success()
     runs = {
         "first": settings,
         "streamed": [*settings, "trace.stream=true"],
@@ -105,7 +99,7 @@ def test_a_frozen_trace_runs_as_the_trace_that_it_was(capsys: pytest.CaptureFixt
     }
     manifests = []
     for name, overrides in runs.items():
-        assert main(["run", *overrides, f"hydra.run.dir={tmp_path / name}"]) == 0
+        say("run", *overrides, f"hydra.run.dir={tmp_path / name}").success()
         manifests.append(json.loads((tmp_path / name / "manifest.json").read_text()))
     for key in ("fingerprint", "num_requests"):
         assert len({manifest["trace"][key] for manifest in manifests}) == 1
@@ -127,42 +121,32 @@ def test_a_frozen_trace_runs_as_the_trace_that_it_was(capsys: pytest.CaptureFixt
         (["synthesise", "out.jsonl", "rat=3"], "unknown key 'trace.rat'; did you mean 'trace.rate'?"),
         (["synthesise", "out.jsonl", "rate=0"], "trace.rate is 0"),
         (["synthesise", "out.jsonl", "rate=1" + 400 * "0"], "0...: it must be a number that fits a float"),
-        (
-            ["synthesise", "out.jsonl", "turn_prompt.value=6"],
-            "trace.turn_prompt is given whole, as in 'trace.turn_prompt={value: …}'",
-        ),
-        (
-            ["synthesise", "out.jsonl", "transforms=[{name: set_rate, rate: 2}]"],
-            "trace.transforms[0] (set_rate) lacks 'by'; choose by: thin (keeps all times, and leaves whole",
-        ),
+        (["synthesise", "out.jsonl", "turn_prompt.value=6"],
+         "trace.turn_prompt is given whole, as in 'trace.turn_prompt={value: …}'"),
+        (["synthesise", "out.jsonl", "transforms=[{name: set_rate, rate: 2}]"],
+         "trace.transforms[0] (set_rate) lacks 'by'; choose by: thin (keeps all times, and leaves whole"),
         (["synthesise", "out.jsonl", "rate"], "'rate' is no key=value"),
         (["freeze", "out.parquet", "trace=azure"], "trace=azure needs trace.path=<file>"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    trace: Say,
+    here: Path,
     arguments: list[str],
     message: str,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    error = say(capsys, *arguments, status=1)
+    error = trace(*arguments).error()
     assert message in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
-def test_a_streamed_trace_with_a_bad_row_keeps_what_was_served_before(
-    capsys: pytest.CaptureFixture[str], azure: Path, tmp_path: Path
-) -> None:
+def test_a_streamed_trace_with_a_bad_row_keeps_what_was_served_before(say: Say, azure: Path, tmp_path: Path) -> None:
     lines = AZURE.splitlines()
     lines[200] = "2023-11-16 18:03:19.5,-4,3"
     azure.write_text("\n".join(lines))
     for stream in ("true", "false"):
         run = ["run", "trace=azure", f"trace.path={azure}", f"hydra.run.dir={tmp_path / stream}"]
-        assert main([*run, f"trace.stream={stream}"]) == 1
-        error = capsys.readouterr().err
+        error = say(*run, f"trace.stream={stream}").error()
         assert "azure.csv:201: field 'ContextTokens' is '-4'; expected a whole number of tokens" in error
         assert "partial results" not in error, "a file is gone through before anything runs"
     for number in range(4):  # sessions are read as they begin
@@ -170,8 +154,7 @@ def test_a_streamed_trace_with_a_bad_row_keeps_what_was_served_before(
         (tmp_path / "sessions").mkdir(exist_ok=True)
         (tmp_path / "sessions" / f"{number}.json").write_text(json.dumps({"id": f"s{number}", "requests": asked}))
     run = ["run", "trace=agentic", f"trace.path={tmp_path / 'sessions'}", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert main([*run, "trace.stream=true", "trace.rate=0.001"]) == 1
-    error = capsys.readouterr().err
+    error = say(*run, "trace.stream=true", "trace.rate=0.001").error()
     assert "3.json:request 1: field 'out' is -1; expected a whole number of tokens" in error
     assert "partial results kept in" in error
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())

@@ -8,7 +8,7 @@ from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.wiring.unused import unused_settings, without_classes
 from testbed.traces.classes import ClassFields
-from tests.experiments.kit import latest, say
+from tests.experiments.kit import latest
 from tests.experiments.test_models_from_files import SHAPE
 
 
@@ -153,12 +153,11 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         assert [note.removeprefix("note").strip() for note in notes] == expected
 
 
-def test_a_given_setting_that_another_one_overrules_is_noted(tmp_path, capsys):
+def test_a_given_setting_that_another_one_overrules_is_noted(tmp_path, say):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     both = ("model=tiny", f"model.path={tmp_path}", "cache.watermark=0.1", "scheduler.watermark=0.2")
     for place, options, expected in (("all", both, 2), ("one", both[1:3], 0)):
         few = latest("trace.num_requests=2", f"hydra.run.dir={tmp_path / place}")
-        said = say(capsys, "run", *few, *options)
-        assert said.status == 0, said.err
+        said = say("run", *few, *options).success()
         notes = ("model=tiny has no effect with model.path,", "scheduler.watermark has no effect with cache.watermark,")
-        assert sum(note in said.out for note in notes) == expected
+        assert sum(note in said for note in notes) == expected

@@ -137,8 +137,8 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
         node = deepcopy(_composed((*before, *choices), keys.library.stamps()))
     keys.refuse_gaps()
     for group, option, file in keys.own_files():
-        if group == "scheduler" and not read_option(file).keys() & {"name", "_target_"}:
-            node.scheduler.name = option  # not that of the preset it begins with
+        if group in _NAMED and not read_option(file).keys() & {"name", "path", "_target_"}:
+            node[group].name = option  # not that of the option it begins with
     for key, (place, text) in keys.places.items():
         if key in GROUPS and OmegaConf.select(node, key) is None:
             raise ConfigError(f"{place}{key} is empty, and a run has its {key}; give it keys, or leave the line out")
@@ -146,6 +146,7 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
     return node
 
 
+_NAMED = ("device", "model", "scheduler")  # groups whose options have names, by which runs, fits and tables go
 _PARTS: dict[tuple[str, str | None], DictConfig] = {}  # by group and its choice: a composition that has this part
 
 

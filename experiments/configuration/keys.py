@@ -44,9 +44,9 @@ _LISTS = {  # example values of keys that hold a list
     "report.plots": "[{_target_: mine.waiting}]",
 }
 _DEFINING = {  # keys without a default: a model or device file must give them
-    "model": ("name", "architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "model": ("architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
               "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
-    "device": ("name", "kind", "memory_bytes", "memory_bytes_per_s", "flops_per_s"),
+    "device": ("kind", "memory_bytes", "memory_bytes_per_s", "flops_per_s"),
 }  # fmt: skip
 _FEW = 7  # an option with up to this many keys is told with them
 _PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from inspect import Parameter, signature
+from inspect import Parameter, iscoroutinefunction, isgeneratorfunction, signature
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -47,11 +47,15 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
 
 
 def has_method(made: Any, name: str, key: str, target: str) -> bool:
-    """Whether the object that a user's class made has a method. Raises ConfigError if the class fails to say."""
+    """Whether the object that a user's class made has a method. Raises ConfigError if the class fails to say, or if a
+    call of the method would run nothing of it."""
     try:
-        return callable(getattr(made, name, None))
+        method = getattr(made, name, None)
     except Exception as error:  # noqa: BLE001  (what is looked up may be the user's code)
         raise ConfigError(f"{key}: {_failure(error, target) or told(error)}") from None
+    if isgeneratorfunction(method) or iscoroutinefunction(method):
+        raise ConfigError(f"{key}: {target}.{name} has a yield or is async, so that a call of it runs nothing")
+    return callable(method)
 
 
 def missing_name(target: str) -> str:

@@ -36,14 +36,12 @@ from experiments.runs.replacing import claimed, put_back
 from experiments.runs.run_folder import ABSENT, locked, refuse_overwrite, write_json, writing
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import check_prompts, check_token_ids
-from experiments.wiring.costs import itemise
+from experiments.wiring.costs import itemise, watches_of
 from experiments.wiring.engines import batch_limits, status_lines
 from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import describe_trace, end_token_ids
 from real.vllm.config import VllmConfig
-from sim.cost.calibrated import CalibratedCost
 from sim.cost.profiled_range import RangeWatch
-from sim.cost.tables import TablesCost
 from testbed import compiled
 from testbed.core.commands import Recorder
 from testbed.core.scheduler import Scheduler
@@ -192,9 +190,9 @@ def _run(
         write_jsonl(trace, folder / TRACE_FILE)
     progress = Progress(trace.num_requests, manifest["backend"])
     write_json(folder / "manifest.json", manifest)  # early, so that the tape of a killed run can be replayed
-    watch = prepared.cost.watch() if isinstance(prepared.cost, CalibratedCost | TablesCost) else None
+    watches = watches_of(prepared.cost)
     ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
-    shared = [one for one in (prepared.checker, watch, watcher) if one is not None]
+    shared = [one for one in (prepared.checker, *watches, watcher) if one is not None]
     shared += [*batch_limits(config), progress]
     recorders: list[Recorder] = []
     for number, lines in enumerate(status_lines(config.record.status_s, schedulers)):
@@ -221,8 +219,8 @@ def _run(
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
-        "cost_notes": [*(watch.notes() if watch is not None else []), *build.pool_notes(config)],
-        "num_extrapolated_steps": watch.num_outside if isinstance(watch, RangeWatch) else 0,
+        "cost_notes": [*(note for watch in watches for note in watch.notes()), *build.pool_notes(config)],
+        "num_extrapolated_steps": max([one.num_outside for one in watches if isinstance(one, RangeWatch)], default=0),
         **({} if prepared.replay is None else prepared.replay.describe(described["num_steps"])),
     }
     with undisturbed():

@@ -22,8 +22,9 @@ from sim.cost.constant import ConstantCost
 from sim.cost.context import CostContext
 from sim.cost.drawing import filters, is_plain
 from sim.cost.linear import LinearCost
+from sim.cost.profiled_range import RangeWatch
 from sim.cost.roofline import KVLayout, RooflineCost
-from sim.cost.tables import Measured, TablesCost
+from sim.cost.tables import Measured, OriginWatch, TablesCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ModelError
@@ -105,6 +106,13 @@ def _own(config: RunConfig, node: dict[str, Any]) -> CostModel:
         with failures_named(config):
             model.bind(CostContext(config.model, config.device, config.seed, cost))
     return cast(CostModel, model)
+
+
+def watches_of(cost: CostModel | None) -> list[RangeWatch | OriginWatch]:
+    """Returns recorders that count the steps whose times rest on no measurement: of the cost model, or of those of ours
+    that a user's own one has in its attributes."""
+    held = vars(cost).values() if hasattr(cost, "__dict__") else ()
+    return [one.watch() for one in (cost, *held) if isinstance(one, CalibratedCost | TablesCost)]
 
 
 def itemise(cost: CostModel | None) -> Itemise | None:

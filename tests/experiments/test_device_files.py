@@ -8,7 +8,7 @@ from experiments.configuration.compose import compose_config
 from experiments.configuration.options import read_option
 from testbed.errors import ConfigError
 from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
-from tests.experiments.kit import Say, option
+from tests.experiments.kit import SHORT, Say, manifest_of, option
 
 
 def test_an_own_device_has_what_its_file_says_and_the_rest_of_the_one_it_begins_with(tmp_path):
@@ -107,9 +107,22 @@ def test_an_own_device_or_model_has_what_defines_it_or_begins_with_another(tmp_p
     file = option(tmp_path, f"{group}/mine", f"defaults: [_schema, _self_]\nname: mine\n{line}\n")
     assert say(*run).error().startswith(f"{file} lacks {missing}")
     option(tmp_path, f"{group}/mine", "path: nowhere\n")
-    assert say(*run).error().startswith(f"{file} lacks name, ")
+    assert say(*run).error().startswith(f"{file} lacks {missing.partition(',')[0]}")
     begin = "h100" if group == "device" else "tiny"
-    option(tmp_path, f"{group}/mine", f"defaults: [{begin}, _self_]\nname: mine\n{line}\n")
+    option(tmp_path, f"{group}/mine", f"defaults: [{begin}, _self_]\n{line}\n")
+    say(*run).success()
+    assert manifest_of(tmp_path / "r")[group] == "mine", "not the name of the one that it begins with"
+
+
+@pytest.mark.parametrize("group", ["device", "model"])
+def test_a_fit_of_ours_is_no_fit_of_a_device_or_model_that_begins_with_its_own(tmp_path, say, group):
+    begin = {"device": "h100", "model": "qwen3_0.6b"}[group]
+    mine = ("--config-dir", str(tmp_path), f"{group}=mine")
+    run = ["run", *mine, "cost=calibrated", *SHORT, f"hydra.run.dir={tmp_path}/r"]
+    option(tmp_path, f"{group}/mine", f"defaults: [{begin}, _self_]\n")
+    names = {"device": "qwen3_0.6b on mine", "model": "mine on h100"}
+    assert f"no fit for {names[group]} comes with the testbed" in say(*run).error()
+    option(tmp_path, f"{group}/mine", f"defaults: [{begin}, _self_]\nname: {begin}\n")
     say(*run).success()
 
 

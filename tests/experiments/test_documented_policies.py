@@ -144,6 +144,10 @@ def test_a_cost_model_on_one_of_ours_is_that_of_the_run(
     assert simulate(trace, cost=noisy, **ranks).summary["ttft_s"] == simulate(trace, **ranks).summary["ttft_s"]
     drawn = [simulate(trace, cost=noisy | {"sigma": 0.3}, seed=seed).requests.tpot_s.mean() for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+    long = {"num_requests": 3, "prompt": {"kind": "constant", "value": 30_000}}
+    fits = [simulate(long, cost=cost).manifest for cost in ({"name": "calibrated"}, noisy | {"of": "calibrated"})]
+    assert fits[0]["cost_notes"] == fits[1]["cost_notes"] != [], "of step times that were not measured"
+    assert fits[0]["num_extrapolated_steps"] == fits[1]["num_extrapolated_steps"] > 0
     own = ("run", *TINY, "--config-dir", "my_conf", "cost=noisy", "trace.num_requests=1")
     for more, message in (
         (("cost.of=rofline",), "cost has no option 'rofline'; did you mean 'roofline'?"),

@@ -53,7 +53,7 @@ def has_method(made: Any, name: str, key: str, target: str) -> bool:
         method = getattr(made, name, None)
     except Exception as error:  # noqa: BLE001  (what is looked up may be the user's code)
         raise ConfigError(f"{key}: {_failure(error, target) or told(error)}") from None
-    if isgeneratorfunction(method) or iscoroutinefunction(method):
+    if (isgeneratorfunction(method) and name != "__iter__") or iscoroutinefunction(method):
         raise ConfigError(f"{key}: {target}.{name} has a yield or is async, so that a call of it runs nothing")
     return callable(method)
 

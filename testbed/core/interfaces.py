@@ -75,7 +75,7 @@ class WaitingQueue(Protocol):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Sequence]: ...
 
-    # Optional methods, looked up once, when the scheduler is built:
+    # Optional methods, looked up once, when the scheduler is built; `bind`, `served` and `left` of any policy:
     #   bind(context: PolicyContext)       receives the block manager (for prefix lookups), the length oracle, the seed
     #   rank(seq, now_ns) -> Any           a sort key, also for running sequences; the smallest is served first
     #   served(seq, num_tokens, num_emitted, now_ns)  called after each step for each live sequence of its batch and for

@@ -1,28 +1,42 @@
-"""The admission, preemption and victim policies of a step, built-in or a user's. Checks all answers except victims."""
+"""The policies of a scheduler, built-in or a user's. Asks them, checks all answers except victims, and tells them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-from testbed.core.interfaces import AdmissionPolicy, PreemptionChoice, VictimChoice
+from testbed.core.batch import Batch
+from testbed.core.interfaces import VictimChoice
 from testbed.core.plan import PreemptionMode
 from testbed.core.sequence import Sequence
+from testbed.core.state import FINISHED
 
 
 class Policies:
-    """The policies of one scheduler."""
+    """The policies of one scheduler. others: those that are told, and not asked. left: their methods of this name."""
 
-    def __init__(self, admission: AdmissionPolicy, preemption: PreemptionChoice, victims: VictimChoice) -> None:
+    def __init__(self, admission: Any, preemption: Any, victims: VictimChoice, *others: Any) -> None:
         self.victims = victims
-        self.admission: Any = admission
-        self._preemption: Any = preemption
+        self.admission, self._preemption = admission, preemption  # Any, as their answers are checked here
         self._timed: list[Any] = [one for one in (admission, preemption, victims) if hasattr(one, "now_ns")]
+        told: tuple[Any, ...] = (*others, admission, preemption, victims)
+        self._served: list[Callable[[Sequence, int, int, int], None]] = [x.served for x in told if hasattr(x, "served")]
+        self.left: list[Callable[[Sequence, int], None]] = [x.left for x in told if hasattr(x, "left")]
 
     def tell_time(self, now_ns: int) -> None:
         """Passes the instant of the next step to the policies that have `now_ns`."""
         for policy in self._timed:
             policy.now_ns = now_ns
+
+    def tell_served(self, batch: Batch, emitters: list[Sequence], now_ns: int) -> None:
+        """Passes what each live sequence got to those that have `served`. New members of a group got a token."""
+        if not self._served:
+            return
+        got = {seq: batch.counts[index] for index, seq in enumerate(batch.seqs) if seq.state is not FINISHED}
+        emitted = dict.fromkeys(emitters, 0)
+        for seq, num_tokens in (got | {seq: 0 for seq in emitted if seq not in got}).items():
+            for served in self._served:
+                served(seq, num_tokens, int(seq in emitted), now_ns)
 
     def mode(self, victim: Sequence, num_blocks: int) -> PreemptionMode:
         """Returns how to preempt the victim. A policy may answer with a mode's name; others raise ValueError."""

@@ -49,10 +49,10 @@ class Scheduler:
         self.free_gpu_blocks = blocks.num_free_blocks  # after the last plan
         self.free_cpu_blocks = blocks.num_free_cpu_blocks
         self._composition = composition
-        self._policies = Policies(admission, preemption, victims)
+        self._policies = Policies(admission, preemption, victims, queue, oracle, composition)
         self._eos_token_id = eos_token_id
         self._running = Running()
-        self._waiting = Waiting(queue, limits, oracle)
+        self._waiting = Waiting(queue, limits)
         self._digest = Digest()
         self._commit = Commit(self._running, blocks, self._digest)
         self._live: dict[str, Sequence] = {}  # the first sequence of each request that has not ended, by its id
@@ -209,7 +209,7 @@ class Scheduler:
         self.num_known_tokens += self._commit.num_new_tokens
         if self.emitters:
             self._running.got_on()
-        self._waiting.tell_served(step.batch, self.emitters, now_ns)
+        self._policies.tell_served(step.batch, self.emitters, now_ns)
         for seq, reason in ending:
             self._leave(seq)
             self._digest.finished(seq.seq_id, reason)
@@ -230,7 +230,7 @@ class Scheduler:
         self.num_known_tokens -= seq.num_known_tokens
         seq.part()
         self.blocks.forget(seq)
-        for left in self._waiting.left:
+        for left in self._policies.left:
             left(seq, now_ns)
         if seq.group is None or seq.group.leave(seq, reason, message):
             del self._live[seq.request_id]

@@ -5,33 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from testbed.core.batch import Batch
 from testbed.core.interfaces import WaitingQueue
 from testbed.core.limits import Limits
 from testbed.core.sequence import Sequence
-from testbed.core.state import FINISHED
 
 
 class Waiting:
-    """Wraps the queue of a policy. yields: the policy's optional method, or None. left: those of queue and oracle."""
+    """Wraps the queue of a policy. yields: the policy's optional method, or None."""
 
-    def __init__(self, queue: WaitingQueue, limits: Limits, oracle: Any = None) -> None:
+    def __init__(self, queue: WaitingQueue, limits: Limits) -> None:
         self.yields: Callable[[Any, int], Sequence | None] | None = getattr(queue, "yields", None)
-        self._served: Callable[[Sequence, int, int, int], None] | None = getattr(queue, "served", None)
-        self.left: list[Callable[[Sequence, int], None]] = [x.left for x in (queue, oracle) if hasattr(x, "left")]
         self.num_seqs = 0
         self.num_long = 0  # waiting sequences with a long prefill
         self._queue, self._pass_over = queue, getattr(queue, "pass_over", queue.remove)
         self._long_from = limits.long_prefill_token_threshold or limits.max_model_len * 4 // 100
-
-    def tell_served(self, batch: Batch, emitters: list[Sequence], now_ns: int) -> None:
-        """Passes to the queue, if it has `served`, what each live sequence got. New members of a group got a token."""
-        if self._served is None:
-            return
-        got = {seq: batch.counts[index] for index, seq in enumerate(batch.seqs) if seq.state is not FINISHED}
-        emitted = dict.fromkeys(emitters, 0)
-        for seq, num_tokens in (got | {seq: 0 for seq in emitted if seq not in got}).items():
-            self._served(seq, num_tokens, int(seq in emitted), now_ns)
 
     def push(self, seq: Sequence) -> None:
         self._count(seq, 1)

@@ -14,7 +14,11 @@ from testbed.core.sequence import Sequence
 from testbed.core.serve import serve
 from testbed.core.step import Step
 from testbed.errors import LivelockError
+from testbed.policies.admission import Watermark
+from testbed.policies.compositions.unified import Unified
+from testbed.policies.preemption import Auto
 from testbed.policies.queue_order import FCFS
+from testbed.policies.victim import MostRecentlyAdmitted
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler
 from tests.testbed.stepping import scheduled
 
@@ -139,22 +143,33 @@ def test_an_abort_takes_effect_at_the_next_boundary_and_is_told_to_all() -> None
     assert [scheduled(view.plan) for view in log.steps] == [{"a": 4, "b": 4}, {"b": 1}]
 
 
-class Leaving(FCFS):
-    """Keeps who left, and when."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[tuple[str, int]] = []
-
-    def left(self, seq: Sequence, now_ns: int) -> None:
-        self.noted.append((seq.request_id, now_ns))
+POLICIES = {"queue": FCFS, "composition": Unified, "victims": MostRecentlyAdmitted, "admission": Watermark,
+            "preemption": Auto}  # fmt: skip
 
 
-def test_a_queue_order_is_told_when_a_request_ended_and_when_one_was_aborted() -> None:
-    queue = Leaving()
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_is_told_what_each_sequence_got_and_when_it_ended_or_was_aborted(name: str) -> None:
+    got: list[tuple[str, int, int, int]] = []
+    gone: list[tuple[str, int]] = []
+
+    class Told(POLICIES[name]):
+        def served(self, seq: Sequence, num_tokens: int, num_emitted: int, now_ns: int) -> None:
+            got.append((seq.request_id, num_tokens, num_emitted, now_ns))
+
+        def left(self, seq: Sequence, now_ns: int) -> None:
+            gone.append((seq.request_id, now_ns))
+
     inbox = ListInbox(arrive("a", 0, output=9), arrive("b", 0, output=3), arrive("late", 7), abort("a", 5))
-    drive(inbox, make_scheduler(queue=queue))
-    assert queue.noted == [("a", 10), ("b", 30), ("late", 30)]
+    drive(inbox, make_scheduler(**{name: Told()}))
+    assert gone == [("a", 10), ("b", 30), ("late", 30)]
+    assert got == [
+        ("a", 4, 1, 10),
+        ("b", 4, 1, 10),
+        ("b", 1, 1, 20),
+        ("late", 4, 1, 20),
+        ("b", 1, 1, 30),
+        ("late", 1, 1, 30),
+    ]
 
 
 def test_a_reset_takes_effect_at_the_next_boundary_and_is_told_to_all() -> None:

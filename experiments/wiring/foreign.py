@@ -106,6 +106,6 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
     last = frames[-1] if frames else None
     place = f"{Path(last.filename).name}:{last.lineno}" if last is not None else "?"
     return PolicyError(
-        f"{told(error)} at {place}, most likely because {' or '.join(own)} returned what it may not, or changed "
-        "what it was shown; see docs/extending.md"
+        f"{told(error)} at {place}, most likely because {' or '.join(own)} returned what it may not, takes other "
+        "parameters, or changed what it was shown; see docs/extending.md"
     )

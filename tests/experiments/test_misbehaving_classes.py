@@ -63,6 +63,10 @@ class SaysSwap:
     def mode(self, seq, num_blocks):
         return "swap"
 
+class AsksLess:
+    def allows(self, seq):
+        return True
+
 class Yields:
     def compose(self, step):
         yield step.decode()
@@ -213,6 +217,7 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("victim", "FindsNone", ("misbehaving.py:24: StopIteration (in", "partial results kept")),
         ("admission", "RaisesMute", (": Mute: what it says cannot be read (in", "partial results kept")),
         ("admission", "Cancels", (": GeneratorExit (in scheduler.admission=", "partial results kept")),
+        ("admission", "AsksLess", ("allows() takes 2 positional arguments but 3 were given", "takes other parameters")),
         ("composition", "Yields", ("scheduler.composition: misbehaving.Yields.compose has a yield or is async, so ",)),
         ("admission", "AllowsNumber", ("scheduler.admission: misbehaving.AllowsNumber lacks allows; ",)),
         ("admission", "AllowsRaises", ("scheduler.admission: ", "ValueError: not today; mend it there")),

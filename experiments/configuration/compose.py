@@ -23,7 +23,7 @@ from experiments.configuration.config import GROUPS, RunConfig, register, struct
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
-from experiments.configuration.options import CONF, options, read_option
+from experiments.configuration.options import CONF, options
 from experiments.configuration.overrides import check, chooses, covering, is_hydras, is_value
 from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
@@ -136,9 +136,8 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
     with in_one_line(choices, keys):
         node = deepcopy(_composed((*before, *choices), keys.library.stamps()))
     keys.refuse_gaps()
-    for group, option, file in keys.own_files():
-        if group in _NAMED and not read_option(file).keys() & {"name", "path", "_target_"}:
-            node[group].name = option  # not that of the option it begins with
+    for group, option in keys.unnamed():
+        OmegaConf.update(node, f"{group}.name", option, force_add=True)
     for key, (place, text) in keys.places.items():
         if key in GROUPS and OmegaConf.select(node, key) is None:
             raise ConfigError(f"{place}{key} is empty, and a run has its {key}; give it keys, or leave the line out")
@@ -146,7 +145,6 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
     return node
 
 
-_NAMED = ("device", "model", "scheduler")  # groups whose options have names, by which runs, fits and tables go
 _PARTS: dict[tuple[str, str | None], DictConfig] = {}  # by group and its choice: a composition that has this part
 
 
@@ -263,13 +261,19 @@ def _resolved(node: DictConfig, overrides: Sequence[str], keys: Keys) -> dict[st
     return {str(key): value for key, value in raw.items()}
 
 
+_NO_WORD = frozenset(".[]")  # what a word of a dotted key cannot have
+
+
 def _lay(node: DictConfig, key: str, value: Any, *, is_added: bool = False) -> None:
     """Sets a key. A mapping is laid on another key by key, so that an error has the key and a class replaces what was
-    there."""
+    there; names that no dotted key can have, as of tenants or lengths, are merged."""
     is_onto = OmegaConf.is_dict(OmegaConf.select(node, key, throw_on_resolution_failure=False))
     if isinstance(value, dict) and not _is_class(value) and is_onto:
         for name, item in value.items():
-            _lay(node, f"{key}.{name}", item, is_added=is_added)
+            if isinstance(name, str) and _NO_WORD.isdisjoint(name):
+                _lay(node, f"{key}.{name}", item, is_added=is_added)
+            else:
+                OmegaConf.update(node, key, {name: item}, force_add=is_added)
     else:
         OmegaConf.update(node, key, value, merge=not _is_class(value), force_add=is_added)
 

@@ -48,6 +48,7 @@ _DEFINING = {  # keys without a default: a model or device file must give them
               "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
     "device": ("kind", "memory_bytes", "memory_bytes_per_s", "flops_per_s"),
 }  # fmt: skip
+_NAMED = ("model", "device", "scheduler")  # groups whose options have names: runs, fits and tables go by them
 _FEW = 7  # an option with up to this many keys is told with them
 _PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)
 _TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys that a text interpolates
@@ -76,6 +77,16 @@ class Keys:
             file = None if option is None else self.library.file(group, option)
             if option is not None and file is not None and not file.is_relative_to(CONF):
                 yield group, option, file
+
+    def unnamed(self) -> Iterator[tuple[str, str]]:
+        """Yields (group, option) for each model, device or scheduler file of the user's own for which neither the file
+        nor an overlay gives a name: theirs is the option's, not that of the one that they begin with."""
+        own = [*self.own_files()]
+        files = tuple(f"{file}, line " for _, _, file in own)
+        for group, option, _ in own:
+            places = [self.places.get(f"{group}.{key}", ("", ""))[0] for key in ("name", "path", "_target_")]
+            if group in _NAMED and not any(place.startswith(files) for place in places):
+                yield group, option
 
     def refuse_gaps(self) -> None:
         """Raises ConfigError for a model or device file that lacks a defining key: it would get another one's value."""

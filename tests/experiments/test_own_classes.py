@@ -9,10 +9,12 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments import simulate
+from experiments.configuration.compose import compose_config
 from experiments.configuration.saved import read_config
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
@@ -239,6 +241,50 @@ def test_a_preset_of_ones_own_has_its_files_name_and_not_that_of_the_one_it_begi
         assert name in [read_config(folder)["scheduler"]["name"] for folder in folders]
         if "-m" not in more:
             assert f"scheduler={name}, " in said
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "name"),
+    [
+        ("max_num_seqs: 4\n", (), "ours"),
+        ("", (), "ours"),
+        ("defaults: [base, _self_]\n", (), "ours"),
+        ("defaults: [base, _self_]\n", ("experiment=overlay",), "by an overlay"),
+        ("defaults: [base, _self_]\nname: by its file\n", ("scheduler.name=typed",), "typed"),
+    ],
+    ids=["of no other", "empty", "of a named one", "an overlay's", "an override's"],
+)
+def test_the_name_of_a_preset_of_ones_own_is_given_by_whoever_comes_last(
+    tmp_path: Path, text: str, more: tuple[str, ...], name: str
+) -> None:
+    option(tmp_path, "scheduler/base", "defaults: [sarathi, _self_]\nname: the one it begins with\n")
+    option(tmp_path, "experiment/overlay", "# @package _global_\nscheduler: {name: by an overlay}\n")
+    option(tmp_path, "scheduler/ours", text)
+    chosen = [f"hydra.searchpath=['file://{tmp_path}']", "scheduler=ours", *more]
+    assert compose_config(chosen).scheduler.name == name
+
+
+def test_a_preset_in_a_folder_of_a_folder_is_told_in_one_line(home: Path, say: Say) -> None:
+    option(home / "conf", "scheduler/deep/ours", "defaults: [/scheduler/sarathi, _self_]\n")
+    error = say("run", "--config-dir", "conf", "scheduler=deep/ours", "hydra.run.dir=run").error()
+    assert error.startswith("unknown key 'scheduler.")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trace.sizes={a.b: 4}", {"a.b": 4, 8: 2, "c": {"d": 3}}),
+        ("trace={sizes: {a.b: 4}}", {"a.b": 4, 8: 2, "c": {"d": 3}}),
+        ("trace.sizes={8: 5, c: {d: 6}}", {"a.b": 1, 8: 5, "c": {"d": 6}}),
+        ("+trace.sizes={9: 7, e.f: 8}", {"a.b": 1, 8: 2, "c": {"d": 3}, 9: 7, "e.f": 8}),
+    ],
+)
+def test_a_mapping_of_a_class_has_names_that_are_no_words_of_a_key(
+    tmp_path: Path, override: str, expected: dict[Any, Any]
+) -> None:
+    option(tmp_path, "trace/ours", "_target_: mine.my_trace\nsizes: {a.b: 1, 8: 2, c: {d: 3}}\n")
+    config = compose_config([f"hydra.searchpath=['file://{tmp_path}']", "trace=ours", override])
+    assert config.raw["trace"]["sizes"] == expected
 
 
 def test_a_cost_model_and_a_trace_from_python(home: Path, say: Say) -> None:

@@ -265,6 +265,13 @@ def test_a_csv_of_another_schema_is_told_from_its_header(tmp_path, text, message
         read_trace("csv", tmp_path / "t.csv")
 
 
+def test_objects_whose_names_are_numbers_lack_no_header(tmp_path):
+    """As pandas writes a frame without names of columns."""
+    (tmp_path / "t.jsonl").write_text('{"0": 0.5, "1": 100}\n')
+    with pytest.raises(TraceError, match=r"found '0', '1'$"):
+        read_trace("jsonl", tmp_path / "t.jsonl")
+
+
 # --- bad rows ---
 
 GOOD = request("good")

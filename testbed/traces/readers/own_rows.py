@@ -168,7 +168,8 @@ def _unknown_fields(given: dict[str, Any], place: str) -> TraceError:
     """Returns the error for a record of another schema, with a hint at its format."""
     shown = ", ".join(map(repr, given)) or "nothing"
     shown = shown if len(shown) <= 120 else shown[:117] + "..."
-    hint = _foreign_hint(given) or check.header_hint(list(given))
+    is_csv = all(isinstance(value, str) for value in given.values())
+    hint = _foreign_hint(given) or (check.header_hint(list(given)) if is_csv else "")
     return TraceError(f"{place}: no known field; expected arrival_time, prompt_tokens, …, found {shown}{hint}")
 
 

@@ -68,7 +68,10 @@ class BlockPool:
             for block in held:
                 references[block] += 1
         assert references == list(self.ref_counts), "reference counts differ from the tables"
-        assert self.num_repeats == sum(max(0, count - 1) for count in references)
-        assert len(set(self.free)) == len(self.free), "a block is free twice"
-        assert not any(references[block] for block in self.free), "a free block is referenced"
-        assert self.num_free + num_kept + sum(map(bool, references)) == self.num_blocks, "a block is lost"
+        num_used = sum(map(bool, references))
+        assert self.num_repeats == sum(references) - num_used
+        for block in self.free:
+            assert references[block] >= 0, "a block is free twice"
+            assert references[block] == 0, "a free block is referenced"
+            references[block] = -1
+        assert self.num_free + num_kept + num_used == self.num_blocks, "a block is lost"

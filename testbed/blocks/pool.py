@@ -69,7 +69,7 @@ class BlockPool:
                 references[block] += 1
         assert references == list(self.ref_counts), "reference counts differ from the tables"
         num_used = sum(map(bool, references))
-        assert self.num_repeats == sum(references) - num_used
+        assert self.num_repeats == sum(references) - num_used, "references are miscounted"
         for block in self.free:
             assert references[block] >= 0, "a block is free twice"
             assert references[block] == 0, "a free block is referenced"

@@ -86,11 +86,23 @@ def test_a_block_that_somebody_kept_is_referenced_again_and_is_not_free_meanwhil
     assert pool.free == [0]
 
 
-def test_a_block_that_is_free_twice_is_found() -> None:
-    pool = BlockPool(2)
-    pool.put_back(0)
-    with pytest.raises(AssertionError, match="free twice"):
-        pool.check_invariants([], 0)
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda pool: pool.put_back(1), "free twice"),
+        (lambda pool: pool.free.append(0), "a free block is referenced"),
+        (lambda pool: pool.free.pop(), "a block is lost"),
+        (lambda pool: pool.share(0), "reference counts differ"),
+        (lambda pool: setattr(pool, "num_repeats", 1), "references are miscounted"),
+    ],
+)
+def test_a_pool_that_does_not_add_up_is_found(spoil: Callable[[BlockPool], object], message: str) -> None:
+    pool = BlockPool(3)
+    table = [pool.allocate()]
+    pool.check_invariants([table], 0)
+    spoil(pool)
+    with pytest.raises(AssertionError, match=message):
+        pool.check_invariants([table], 0)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 512])

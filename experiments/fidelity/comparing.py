@@ -108,7 +108,9 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
         notes += pace_said(steps, is_fitted=is_fitted, is_scaled=probe_of(manifest) is not None)
     errors = fidelity.error_table(*pair)
     notes += (*_of_units(load, errors), *without_numbers(config, sim.summary))
-    notes += tuple(f"{one.name}: {note}" for one in group[1:] for note in one.notes)
+    of_repeats = [(one.name, note) for one in group[1:] for note in one.notes if note not in load.notes]
+    of_several = grouped(of_repeats, lambda told: told[1]).items()
+    notes += tuple(f"{fmt.listing([name for name, _ in those])}: {note}" for note, those in of_several)
     return Compared(
         load, tuple(group[1:]), sim, described(config), errors, fidelity.request_errors(matched),
         matched, fidelity.real_noise([pair[1:]]), steps, notes, pair,

@@ -283,9 +283,10 @@ def test_a_request_that_cannot_fit_is_to_be_left_out_as_the_trace_is_the_files(t
 
 @pytest.mark.usefixtures("unrendered")
 def test_a_busy_machine_is_told_of_a_run_folder_and_of_its_repeats(run, tmp_path):
-    for name in ("first", "again"):
-        busy = f"BUSY MACHINE: {name} waited for a core"
+    waited = {"first": 1, "second": 1, "third": 2, "fourth": 2}
+    for name, num in waited.items():
+        busy = f"BUSY MACHINE: waited for {num} cores"
         change_manifest(copied(run, tmp_path / name), backend="real", replay={"notes": [busy]})
-    (load,) = compared(tmp_path, tmp_path / "first", tmp_path / "again")["loads"]
+    (load,) = compared(tmp_path, *(tmp_path / name for name in waited))["loads"]
     said = [note for note in load["notes"] if "BUSY" in note]
-    assert said == ["BUSY MACHINE: first waited for a core", "again: BUSY MACHINE: again waited for a core"]
+    assert said == ["BUSY MACHINE: waited for 1 cores", "third and fourth: BUSY MACHINE: waited for 2 cores"]

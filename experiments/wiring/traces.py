@@ -216,8 +216,10 @@ def load_tokenizer(path: str) -> Callable[[str], list[int]]:
     except ImportError:
         raise ConfigError("trace.tokenizer needs transformers: pip install '.[real]' in the repository") from None
     except Exception as error:  # noqa: BLE001  (a damaged file raises anything, a bare Exception included)
-        said = str(error).partition("\n")[0]
-        if not Path(path).exists():  # the loader would say that it cannot connect
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        said, cached = str(error).partition("\n")[0], Path(HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
+        if not (Path(path).exists() or cached.exists()):  # the loader would say that it cannot connect
             said = "no folder, and no Hugging Face name that is cached here"
         raise ConfigError(f"trace.tokenizer: no tokenizer at {path} ({said or type(error).__name__})") from None
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False))

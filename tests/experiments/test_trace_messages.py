@@ -71,3 +71,12 @@ def test_a_damaged_tokenizer_is_told_in_a_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"no tokenizer at no/where \(no folder, and no Hugging Face name that is "):
         load_tokenizer("no/where")
+
+
+def test_a_tokenizer_that_is_cached_is_not_said_to_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file may be damaged: what the loader says is told."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--some--model").mkdir()
+    with pytest.raises(ConfigError, match=r"no tokenizer at some/model \((?!no folder)"):
+        load_tokenizer("some/model")

@@ -30,7 +30,6 @@ from testbed.output import written
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
 SHORT = 10  # a run is short if all requests (or sessions) arrive within this many times the duration of one
 UNLIKE = 0.1  # how far from the capacity, relatively, the rate may be at which its requests arrive
-MEETING = 0.1  # requests hardly meet if this many, or fewer, are in the system on average
 OF_MEANS = (
     "a capacity is the mean of the seeds': at it those of lower capacity are overloaded, so the attainment there may "
     "be below the SLO's; the low end of the range of seeds is the rate for all of them (docs/capacity.md)"
@@ -63,7 +62,7 @@ def main(arguments: list[str]) -> int:
     elif any(min(one.attainments, default=1.0) < one.arm.share for one in found.found):
         said.append(f"note: {OF_MEANS}")
     terms = dict.fromkeys(_terms(one) for one in found.found)  # a line for each different one
-    tables = [_policies(found.found), *([_changes(found)] if found.changes else [])]
+    tables = [policies_table(found.found), *([_changes(found)] if found.changes else [])]
     lines = [*terms, *(line for text in tables for line in ("", text)), "", *said]
     if found.tolerance < options.tolerance:
         lines.append(f"note: {folder} has the brackets of --tolerance {found.tolerance:g}, finer than asked for")
@@ -174,7 +173,8 @@ def _change_row(change: Comparison) -> dict[str, Any]:
     }
 
 
-def _policies(found: Sequence[Found]) -> str:
+def policies_table(found: Sequence[Found]) -> str:
+    """The table of capacities, a row for each policy."""
     has_seeds = len(found[0].replicates) > 1
     spread = ("95 % over seeds", "range of seeds") if has_seeds else ()
     wilson = () if has_seeds else ("95 % (Wilson)",)
@@ -184,20 +184,17 @@ def _policies(found: Sequence[Found]) -> str:
 
 def _cells(found: Found) -> tuple[str, ...]:
     at, failed, shares = found.at_kept, found.rate(found.bracket.failed), found.attainments
-    is_open = any(one.bracket.failed is None for one in found.replicates)
-    is_below = failed is not None and any(_is_crowded(found, one) for one in found.replicates)
     spread, told = [], [_range(shares, ".2%")]
     if len(found.replicates) > 1:
-        each = [] if is_below else [found.rate(one.bracket.kept) or 0.0 for one in found.replicates]
+        each = [] if found.is_below else [found.rate(one.bracket.kept) or 0.0 for one in found.replicates]
         spread = [_range(found.interval or (), ".4g"), _range(each, ".4g")]
         told = [f"{sum(shares) / len(shares):.2%} ({told[0]})" if shares else "–"]
     else:
         told.append(_range(() if at is None else at.interval, ".2%"))
     goodput = None if at is None else at.goodput_per_s
-    capacity = f"< {failed:.4g}" if is_below else f"{'≥ ' * is_open}{found.capacity:.4g}"
     return (
         found.arm.name,
-        f"{capacity} {found.arm.unit}",
+        found.capacity_text,
         *spread,
         "–" if failed is None else f"{failed:.4g}",
         *told,
@@ -260,20 +257,12 @@ def _without_capacity(found: Found, one: Replicate) -> str:
         remedy = "give a longer trace (trace.num_requests, trace.limit)"
     if name == "unfinished":
         remedy = "give them more KV blocks (cache.num_gpu_blocks, a device with more memory) or take shorter requests"
-    if failed is not None and _is_crowded(found, one):
+    if failed is not None and found.is_crowded(one):
         lower = f"start lower, as {arm.rate_key}={failed / 2:g}"
         return (
             f"{who} has a capacity below {lowest:.4g} {arm.unit}, the lowest rate tried: {reason}; {lower}, or {remedy}"
         )
     return f"{who} has capacity 0: even at {lowest:.4g} {arm.unit}, where requests hardly meet, {reason}; {remedy}"
-
-
-def _is_crowded(found: Found, one: Replicate) -> bool:
-    """Whether a seed fails at all rates tried, and requests still meet at the lowest one: a lower one may be kept."""
-    at, lowest = one.at_failed, found.rate(one.bracket.failed)
-    if one.bracket.kept is not None or at is None or lowest is None:
-        return False
-    return not at.is_whole or lowest * (at.stay_s or 0.0) > MEETING  # the mean number in the system (Little, 1961)
 
 
 def warnings(found: Found) -> list[str]:

@@ -22,6 +22,8 @@ from analysis.measures.capacity import Edge, Load, edge_change, mean_edge, poole
 from experiments.capacity.arms import Arm
 from experiments.capacity.search import Bracket, rounded
 
+MEETING = 0.1  # requests hardly meet if this many, or fewer, are in the system on average
+
 
 @dataclass(frozen=True)
 class Replicate:
@@ -68,6 +70,25 @@ class Found:
     def capacity(self) -> float:
         """The highest rate that keeps the SLO, in the arm's unit: the mean over the seeds; 0 if a seed has none."""
         return self.rate(self.bracket.kept) or 0.0
+
+    def is_crowded(self, one: Replicate) -> bool:
+        """Whether a seed fails at all rates tried, and requests still meet at the lowest: a lower one may be kept."""
+        at, lowest = one.at_failed, self.rate(one.bracket.failed)
+        if one.bracket.kept is not None or at is None or lowest is None:
+            return False
+        return not at.is_whole or lowest * (at.stay_s or 0.0) > MEETING  # the mean number in the system (Little, 1961)
+
+    @property
+    def is_below(self) -> bool:
+        """Whether the capacity is below all rates that were tried, under some seed."""
+        return self.bracket.failed is not None and any(map(self.is_crowded, self.replicates))
+
+    @property
+    def capacity_text(self) -> str:
+        """The capacity with its unit: "≥ 12 req/s" if a seed fails at no rate, "< 3 req/s" if it is below all tried."""
+        is_open = any(one.bracket.failed is None for one in self.replicates)
+        sign, rate = ("< ", self.rate(self.bracket.failed)) if self.is_below else ("≥ " * is_open, self.capacity)
+        return f"{sign}{rate:.4g} {self.arm.unit}"
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -155,9 +176,8 @@ class Capacity:
 
 
 def _line(one: Found) -> str:
-    least = "≥ " if any(each.bracket.failed is None for each in one.replicates) else ""
     over = "" if one.interval is None else " [{:.4g}, {:.4g}]".format(*one.interval)
-    return f"{one.arm.name}: {least}{one.capacity:.4g} {one.arm.unit}{over}"
+    return f"{one.arm.name}: {one.capacity_text}{over}"
 
 
 def _change(base: Found, other: Found) -> Comparison:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from experiments import find_capacity
 from experiments.capacity import study
+from experiments.capacity.command import policies_table
 from experiments.capacity.found import Capacity
 from testbed.errors import RunFolderError
 from tests.experiments.capacity_kit import BUSY, ends
@@ -63,6 +65,20 @@ def test_what_python_gets_prints_as_the_capacities_of_the_table(searched: Capaci
     for line, one in zip(lines, searched.found, strict=True):
         assert f"{one.capacity:.4g} req/s" in line
         assert line.endswith("]") == (one.interval is not None)
+
+
+@pytest.mark.parametrize(("end", "sign"), [("kept", "<"), ("failed", "≥")])
+def test_a_capacity_beyond_the_rates_that_were_tried_prints_as_in_the_table(
+    searched: Capacity, end: str, sign: str
+) -> None:
+    """Under one seed all rates fail, where requests meet, or none does."""
+    (one, *seeds), (first, *others) = searched.found[0].replicates, searched.found
+    open_ended = replace(one, bracket=one.bracket._replace(**{end: None}))
+    found = replace(searched, found=(replace(first, replicates=(open_ended, *seeds)), *others))
+    (row,) = [line for line in policies_table(found.found).splitlines() if line.startswith("| vllm_v1 ")]
+    told = repr(found).splitlines()[0].removeprefix("vllm_v1: ")
+    assert told.startswith(f"{sign} ")
+    assert f"| {told} " in row
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"load": ', '{"load": {"waiting": null}}'])

@@ -9,16 +9,19 @@ import pytest
 from analysis.measures.operators import format_operators, load_operators, operator_table
 from analysis.reports.report import report_from_folders
 from experiments.cli import main
+from experiments.wiring.build import build_estimator
+from experiments.wiring.costs import build_cost
 from sim.cost.calibrated import CalibratedCost
 from sim.cost.calibration_file import load_calibration
 from sim.cost.roofline import RooflineCost
 from testbed import compiled
 from testbed.core.outcome import Spans
+from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import RunFolderError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.profiles import write_profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
-from tests.experiments.kit import REAL, SHORT, TINY, latest, manifest_of
+from tests.experiments.kit import REAL, SHORT, TINY, config_of, latest, manifest_of
 
 SMALL = [f"model.{name}={getattr(MODEL, name)}" for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
 FEW = ["trace.num_requests=30", "trace.prompt={kind: uniform, min_tokens: 20, max_tokens: 400}",
@@ -42,6 +45,15 @@ def own(folder: Path, name: str) -> list[str]:
 def spans_of(folder: Path) -> int:
     steps = pd.read_parquet(folder / "steps.parquet")
     return int(steps[["schedule_ns", "prepare_ns", "swap_ns", "forward_ns", "sample_ns"]].to_numpy().sum())
+
+
+def test_a_policy_is_told_the_times_that_steps_take():
+    config = config_of()
+    estimator, cost = build_estimator(config), build_cost(config)
+    shape = BatchShape(3, 90, (PrefillChunk(5, 20),), 4)
+    assert estimator.step_ns(shape) == cost.price(shape).total_ns
+    assert estimator.recompute_ns(5, 20) == cost.price(BatchShape(0, 0, (PrefillChunk(5, 20),), 1)).total_ns
+    assert estimator.recompute_ns(5, 0) == 0
 
 
 @pytest.mark.parametrize("cost", ["roofline", "linear", "constant"])

@@ -129,7 +129,8 @@ def test_a_composition_that_asks_how_long_a_step_would_take(examples: None, monk
     for composition, is_bounded in ((unified, False), (bounded, True)):
         run = simulate({"name": "synthetic", "rate": 40}, scheduler={"composition": composition})
         mixed = run.steps[(run.steps.num_decodes > 0) & (run.steps.num_prefill_tokens > 16)]
-        assert (((mixed.end_ns - mixed.start_ns) < 4.05e6).all()) == is_bounded
+        longest_ns = (mixed.end_ns - mixed.start_ns).max()
+        assert (3.5e6 < longest_ns < 4.05e6) == is_bounded, longest_ns
         assert run.summary["num_finished"] == 200
 
 
@@ -138,7 +139,7 @@ def test_a_cost_model_on_one_of_ours_is_that_of_the_run(
 ) -> None:
     """Without noise it is the other one, also of ranks; with it, the run's seed draws. Its keys are checked as ours."""
     monkeypatch.syspath_prepend(DOCS / "examples")
-    trace = {"num_requests": 20, "rate": 50}
+    trace = {"num_requests": 20, "rate": 50, "seed": 0}  # the same whatever the run's seed is
     ranks = {"model": "llama3.1_8b", "device": {"name": "h100", "tensor_parallel_size": 2}}
     noisy = {"_target_": "my_policies.Noisy", "sigma": 0.0}
     assert simulate(trace, cost=noisy, **ranks).summary["ttft_s"] == simulate(trace, **ranks).summary["ttft_s"]

@@ -118,9 +118,9 @@ class Said:
         return self.out
 
     def error(self) -> str:
-        """The one line of a failure: it begins with `error:`, it is alone, and the exit status is 1, or 130 of one that
-        was interrupted."""
-        assert self.status in (1, 130), f"it ended with {self.status} and said {self.out!r}"
+        """The one line of a failure: it begins with `error:`, it is alone, and the exit status is 1, 2 of arguments
+        that cannot be read, or 130 of an interrupt."""
+        assert self.status in (1, 2, 130), f"it ended with {self.status} and said {self.out!r}"
         assert len(self.lines) == 1, f"not one line: {self.err!r}"
         assert self.lines[0].startswith("error: "), self.lines[0]
         assert "Traceback" not in self.out + self.err

@@ -68,10 +68,9 @@ class BlockPool:
             for block in held:
                 references[block] += 1
         assert references == list(self.ref_counts), "reference counts differ from the tables"
-        num_used = sum(map(bool, references))
-        assert self.num_repeats == sum(references) - num_used, "references are miscounted"
+        assert self.num_repeats == sum(references) - sum(map(bool, references)), "references are miscounted"
         for block in self.free:
             assert references[block] >= 0, "a block is free twice"
             assert references[block] == 0, "a free block is referenced"
             references[block] = -1
-        assert self.num_free + num_kept + num_used == self.num_blocks, "a block is lost"
+        assert sum(map(bool, references)) + num_kept == self.num_blocks, "a block is lost"

@@ -22,7 +22,7 @@ from testbed.core.plan import BatchShape, BlockedBy, PreemptionMode, PrefillChun
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
-from testbed.policies.context import LengthOracle, PolicyContext
+from testbed.policies.context import LengthOracle, PolicyContext, bind
 from testbed.policies.orders import KeyedQueue
 from testbed.policies.queue_order import FCFS
 from testbed.routing.routers import Replicas, Router
@@ -319,6 +319,7 @@ class BoundedSteps:
     def bind(self, context: PolicyContext) -> None:
         assert context.estimator is not None  # a run with a class of one's own has step times
         self._step_ns = context.estimator.step_ns
+        bind(self._of, context)
 
     def compose(self, step: Step) -> None:
         contexts = [seq.num_tokens for seq in step.running() if seq.seq_id not in step.prefilling]

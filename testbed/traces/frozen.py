@@ -15,7 +15,7 @@ from typing import Any
 from testbed.errors import TraceError
 from testbed.output import whole_file
 from testbed.traces.fingerprint import Fingerprint
-from testbed.traces.readers.open_parquet import not_parquet, parquet_records
+from testbed.traces.readers.open_parquet import arrow_errors_named, parquet_records
 from testbed.traces.readers.open_text import existing_file
 from testbed.traces.readers.own_rows import row_from_fields
 from testbed.traces.schema import TraceRequest, TraceSource
@@ -74,14 +74,11 @@ def freeze_trace(
 def frozen_info(path: str | Path) -> FrozenInfo | None:
     """Returns the metadata of a frozen file; None if the Parquet file is not frozen. Raises TraceError if it is not
     Parquet, or the metadata is damaged."""
-    import pyarrow as pa  # heavy, and seldom needed
-    import pyarrow.parquet as pq
+    import pyarrow.parquet as pq  # heavy, and seldom needed
 
     existing_file(path)
-    try:
+    with arrow_errors_named(path):
         metadata = pq.read_schema(path).metadata or {}
-    except pa.ArrowException as error:
-        raise not_parquet(path, error) from None
     if _METADATA not in metadata:
         return None
     try:

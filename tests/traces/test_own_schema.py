@@ -230,6 +230,10 @@ def test_unknown_extensions_and_broken_parquet_are_refused(tmp_path):
     (tmp_path / "t.parquet").write_bytes(whole)
     with pytest.raises(TraceError, match=r"t\.parquet: not a whole Parquet file: .*[^: ]$"):
         read_trace("auto", tmp_path / "t.parquet")
+    whole[-60:-30] = b"\xff" * 30  # the footer
+    (tmp_path / "t.parquet").write_bytes(whole)
+    with pytest.raises(TraceError, match=r"t\.parquet: not a whole Parquet file: .*[^: ]$"):
+        read_trace("auto", tmp_path / "t.parquet")
     twice = pa.table([pa.array([0.0])] * 2, names=["arrival_time"] * 2)
     pq.write_table(twice, tmp_path / "t.parquet")
     with pytest.raises(TraceError, match=r"t\.parquet: has the column 'arrival_time' more than once"):

@@ -14,6 +14,8 @@ from experiments.tables import aiconfigurator
 from tests.experiments import kit
 from tests.experiments import tables_on_the_spot as spot
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> kit.Say:
@@ -30,13 +32,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of the user's, the present one, with `mine.py` in it: the MINE of the tests' file."""
+    """A directory of the user's, the present one, with `mine.py` in it: the MINE of the tests' file. It is found before
+    the `mine.py` that the README has one write, which may lie in the repository."""
     (tmp_path / "mine.py").write_text(request.module.MINE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    others = [entry for entry in sys.path if entry not in ("", str(tmp_path), str(ROOT))]
+    monkeypatch.setattr(sys, "path", [*others, str(tmp_path), str(ROOT)])
     yield tmp_path
     for name, module in [*sys.modules.items()]:
-        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+        if name == "mine" or (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]
 
 

@@ -84,7 +84,8 @@ def test_what_the_page_says_of_a_sequence_is_there() -> None:
 def test_a_users_file_may_have_the_name_of_a_module_that_we_use(home: Path) -> None:
     for name in ("analysis", "sim", "queue", "yaml", "numpy", "random"):
         (home / f"{name}.py").write_text("raise AssertionError(__file__)\n")
-    arguments = ("run", *TINY, *SHORT, "scheduler.queue_order={_target_: mine.LastComeFirst}", "hydra.run.dir=run")
+    (home / "mine.py").rename(home / "my_order.py")
+    arguments = ("run", *TINY, *SHORT, "scheduler.queue_order={_target_: my_order.LastComeFirst}", "hydra.run.dir=run")
     environment = {**os.environ, "PYTHONPATH": str(DOCS.parent)}
     command = Path(sys.executable).with_name("testbed")
     ran = subprocess.run([command, *arguments], capture_output=True, text=True, env=environment, check=False)
@@ -98,7 +99,7 @@ def test_a_run_of_ones_own_class_is_repeated_from_another_folder(
     say("run", *BURST, "scheduler.queue_order={_target_: mine.LastComeFirst}").success()
     (home / "elsewhere").mkdir()
     monkeypatch.chdir(home / "elsewhere")
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(home)])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in (str(home), str(DOCS.parent))])
     sys.modules.pop("mine", None)
     say("run", f"from={home / 'run'}", "hydra.run.dir=again").success()
     assert manifest_of(home / "run")["digest"] == manifest_of(Path("again"))["digest"]
@@ -416,7 +417,7 @@ def test_one_that_reads_it_is_refused_where_it_is_installed_or_has_no_source(
 ) -> None:
     installed = home / "site-packages"
     installed.mkdir()
-    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.setattr(sys, "path", [str(installed), *sys.path])
     reads = "def length(seq):\n    return seq.forced_output\n"
     victim = "class Victim:\n    def choose(self, running):\n        return min(running.values(), key=length)\n"
     (installed / "installed_policy.py").write_text(reads + victim)

@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from itertools import accumulate
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -136,6 +137,8 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
     with in_one_line(choices, keys):
         node = deepcopy(_composed((*before, *choices), keys.library.stamps()))
     keys.refuse_gaps()
+    for group, _, file in keys.own_files():
+        _refuse_baseless(node, group, file)
     for group, option in keys.unnamed():
         OmegaConf.update(node, f"{group}.name", option, force_add=True)
     for key, (place, text) in keys.places.items():
@@ -143,6 +146,21 @@ def _chosen(overrides: Sequence[str], keys: Keys, before: Sequence[str] = ()) ->
             raise ConfigError(f"{place}{key} is empty, and a run has its {key}; give it keys, or leave the line out")
         _refuse_number(node, key, text, place)
     return node
+
+
+_BEGINS = {  # how a file of the user's own begins, and the keys of one that may begin otherwise
+    "scheduler": ("begin with one, as defaults: [vllm_v1, _self_], or with _schema", {"_target_"}),
+    "cost": ("name a class, as _target_: mine.Cost, or begin with one, as defaults: [roofline, _self_]",
+             {"_target_", "name"}),
+}  # fmt: skip
+
+
+def _refuse_baseless(node: DictConfig, group: str, file: Path) -> None:
+    """Raises ConfigError for a preset or cost model in a file of the user's own that is neither a class nor begins with
+    an option of ours: its keys have no types, and those that it leaves out no values."""
+    how, otherwise = _BEGINS.get(group, ("", set()))
+    if how and OmegaConf.get_type(node, group) is dict and not node[group].keys() & otherwise:
+        raise ConfigError(f"{file} begins with no option of {group}; {how}")
 
 
 _PARTS: dict[tuple[str, str | None], DictConfig] = {}  # by group and its choice: a composition that has this part

@@ -94,7 +94,7 @@ class Keys:
             said = {key for _, content in self.library.files(group, option) for key in content}
             missing = [key for key in _DEFINING.get(group, ()) if key not in said]
             if missing and "_target_" not in said and not {"path", "defaults"} <= said:
-                begin = f"[{self.library.names(group)[0]}, _self_]"
+                begin = f"[{Library().names(group)[0]}, _self_]"
                 raise ConfigError(
                     f"{file} lacks {', '.join(missing)}; give each a line, or begin with an option that has them, as "
                     f"defaults: {begin}"

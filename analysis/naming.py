@@ -122,8 +122,13 @@ def as_cell(value: Any) -> Any:
 def align(configs: Sequence[dict[str, Any]]) -> None:
     """Gives a component the same key in every flat configuration if some have only its name ("watermark") and others
     have nested keys for a class or its arguments: the nested keys become one text such as "AtMost(n=16)", with the
-    module and all digits if that is the text of different components."""
+    module and all digits if that is the text of different components. Where a group is an option with a name in some
+    and a user's class in others, the class is the name, as "mine.Cost"."""
     keys = {key for config in configs for key in config}
+    for name in (key for key in keys if key.endswith(".name")):
+        target = f"{name.removesuffix('name')}_target_"
+        for config in (config for config in configs if name not in config and target in config):
+            config[name] = config[target]
     parents = {key[:place] for key in keys for place, letter in enumerate(key) if letter == "."}
     for mixed in keys & parents:
         nested = [_below(config, f"{mixed}.") for config in configs]

@@ -132,6 +132,7 @@ def find_arm(arms: Sequence[N], name: str | None) -> N:
     return near[0]
 
 
+_TRACE = ("trace.name", "trace._target_")
 _SAME_RATE = 1.1  # the rates of short traces differ by a few percent between seeds
 
 
@@ -190,8 +191,7 @@ def by_load(arms: Sequence[Arm], replicated: Sequence[str]) -> dict[str, list[Ar
     result = {}
     for name in sorted(groups, key=lambda name: offered[name]):
         label = ", ".join(
-            f"{'trace' if key == 'trace.name' else key.removeprefix('trace.')} = {texts[name]}"
-            for key, texts in told.items()
+            f"{'trace' if key in _TRACE else key.removeprefix('trace.')} = {texts[name]}" for key, texts in told.items()
         )
         if label and says_rates and offered[name] > 0:
             label += f" ({significant(offered[name])} requests/s)"

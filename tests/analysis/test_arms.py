@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from analysis import format as fmt
@@ -129,6 +131,20 @@ def test_classes_of_one_name_in_two_modules_are_two_arms_with_two_names(tmp_path
     (tmp_path / "0" / "0" / "done").unlink()  # no plain name any more
     arms = infer_arms(load([tmp_path / "0" / "1", tmp_path / "1" / "3"]).runs)
     assert [arm.name for arm in arms] == ["Cap (old.Cap)", "Cap (new.Cap)"]
+
+
+def test_a_cost_model_or_trace_of_ones_own_has_its_name_beside_a_shipped_one(tmp_path):
+    of = {"shipped": {"name": "x"}, "mine": {"_target_": "mine.X", "of": "x"}}
+    for cost, trace in itertools.product(of, repeat=2):
+        change_config(write_run(tmp_path / f"{cost}-{trace}", num_requests=10), cost=of[cost], trace=of[trace])
+    runs = load_sweep(tmp_path).runs
+    arms = infer_arms(runs)
+    assert [arm.name for arm in arms] == ["mine.X", "x"]
+    assert [label.partition(" (")[0] for label in by_load(arms, [])] == ["trace = mine.X", "trace = x"]
+    for run in runs[:2]:
+        change_config(run.path, trace={"_target_": "mine.Y"})
+    mine = load([tmp_path / name for name in ("mine-mine", "shipped-mine")]).runs
+    assert list(by_load(infer_arms(mine), [])) == ["trace = mine.Y", "trace = mine.X"]
 
 
 def test_loads_that_differ_in_the_last_digits_are_two(tmp_path):

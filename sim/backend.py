@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from itertools import groupby
-from operator import index
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mypy_extensions import mypyc_attr
 
-from sim.cost.base import CostModel
+from sim.cost.base import CostModel, priced
 from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
 from testbed.core.value import Value
-from testbed.errors import ConfigError
-from testbed.foreign_text import shown
 from testbed.streams import draw
 
 
@@ -84,30 +81,11 @@ class SimBackend:
 
     def _price(self, shape: BatchShape) -> Spans:
         """Returns the spans of one step. Raises ConfigError if a user's cost model returns an invalid value."""
-        cost: Any = self.cost  # a user's model may return anything
-        priced = cost.price(shape)
-        spans = priced if isinstance(priced, Spans) and _is_whole(priced) else self._checked(priced)
+        spans = priced(self.cost, shape)
         own_ns = self._scheduler_time.of(shape)
         if not own_ns:
             return spans
         return Spans(spans.schedule_ns + own_ns, spans.prepare_ns, spans.swap_ns, spans.forward_ns, spans.sample_ns)
-
-    def _checked(self, priced: Any) -> Spans:
-        """Returns a cost model's result as Spans of Python integers, as numpy's are not exact. Raises ConfigError."""
-        model = type(self.cost).__name__
-        try:
-            schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns = map(index, priced)
-        except (TypeError, ValueError):
-            given = tuple(priced) if isinstance(priced, Spans | tuple) else priced
-            raise ConfigError(
-                f"cost: {model} returned {shown(given)} for a step; it must be testbed.core.outcome.Spans, five whole "
-                "numbers of ns"
-            ) from None
-        whole = Spans(schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns)
-        for name in Spans.FIELDS:
-            if getattr(whole, name) < 0:
-                raise ConfigError(f"cost: {model} returned {name}={getattr(whole, name)}; a span is 0 ns or more")
-        return whole
 
     def of_replica(self, number: int) -> SimBackend:
         """Returns a backend with the same cost model for another replica, with its own seed. Replica 0 keeps this
@@ -158,12 +136,6 @@ class SimBackend:
         if row.sampling.seed is not None:
             return draw(row.sampling.seed, "beams", position, index)
         return draw(self._seed, "beams of group", row.group_id, position, index)
-
-
-def _is_whole(spans: Spans) -> bool:
-    """Whether all spans are Python integers and none is negative."""
-    is_positive = spans.schedule_ns >= 0 and spans.prepare_ns >= 0 and spans.swap_ns >= 0
-    return is_positive and spans.forward_ns >= 0 and spans.sample_ns >= 0 and isinstance(spans.total_ns, int)
 
 
 def _outcome(seq_id: int, tokens: tuple[int, ...]) -> Outcome:

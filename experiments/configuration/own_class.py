@@ -23,15 +23,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
-    """Makes the object named by `_target_`; it gets Python's lists and dicts unless `_convert_` says otherwise. Raises
-    ConfigError with a one-line message."""
+    """Makes the object named by `_target_`; it gets Python's lists and dicts unless `_convert_` says otherwise. A whole
+    group's `name` is what runs call it, if the class has no such parameter. Raises ConfigError with a one-line
+    message."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as hydra_instantiate
 
     target = str(node.get("_target_"))
     if "." not in target or not all(map(str.isidentifier, target.split("."))):
         raise ConfigError(f"{key}._target_ is {target!r}; it must be a module and a class in it, as mine.Class")
-    values = {"_convert_": "all"} | {name: value for name, value in node.items() if name != "name"}
+    values = {"_convert_": "all"} | node
+    if "name" in node and "." not in key and "name" not in (parameters(target) or ()):
+        del values["name"]
     for name in _switches(target).intersection(values):
         require_type(f"{key}.{name}", values[name], bool)
     try:
@@ -44,6 +47,15 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
         raise ConfigError(f"{key}: cannot make {target!r}: {reason}") from None
     except SystemExit as error:
         raise ConfigError(f"{key}: {target!r} ends Python (SystemExit {error}); mend it") from None
+
+
+def imported(key: str, target: str) -> Any:
+    """Returns what a dotted name is of. Raises ConfigError if it cannot be imported."""
+    try:
+        return resolve_name(target)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
+        reason = missing_name(target) or told(error)
+        raise ConfigError(f"{key}={target} cannot be imported ({reason}); mend it, or name another class") from None
 
 
 def has_method(made: Any, name: str, key: str, target: str) -> bool:
@@ -141,8 +153,8 @@ def stray(target: str, values: dict[str, Any]) -> str:
 
 
 def parameters(target: str) -> Mapping[str, Parameter] | None:
-    """Returns a class's parameters by name; None if it cannot be found or does not tell."""
+    """Returns a class's parameters by name; None if it cannot be imported or does not tell."""
     try:
-        return signature(resolve_name(target)).parameters
-    except (ValueError, TypeError, ImportError, AttributeError):
+        return signature(imported("", target)).parameters
+    except (ValueError, TypeError, ConfigError):
         return None

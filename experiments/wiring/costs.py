@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from experiments.configuration.compose import compose_from, to_overrides
-from experiments.configuration.config import RunConfig
-from experiments.configuration.own_class import instantiate
+from experiments.configuration.config import COSTS, RunConfig
+from experiments.configuration.own_class import has_method, instantiate
 from experiments.fits import fit_of
 from experiments.tables.devices import device_spec
 from experiments.wiring.foreign import failures_named
-from sim.cost.base import CostModel, Itemised
+from sim.cost.base import CostModel, Itemised, priced
 from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
 from sim.cost.config import CalibratedConfig, ConstantConfig, LinearConfig, RooflineConfig, TablesConfig
@@ -28,6 +28,7 @@ from sim.cost.tables import Measured, OriginWatch, TablesCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ModelError
+from testbed.foreign_text import shown, unknown
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import LIKE_LLAMA, read_hf_config, why_uncounted
@@ -97,12 +98,14 @@ def _own(config: RunConfig, node: dict[str, Any]) -> CostModel:
     """Makes a user's own cost model. Raises ConfigError, or a PolicyError if its `bind` fails."""
 
     def cost(name: str, **keys: Any) -> CostModel:
+        if isinstance(name, str) and name not in COSTS:
+            raise ConfigError(unknown(f"cost has no option {shown(name)}", name, list(COSTS)))
         return build_cost(compose_from(config.raw, to_overrides({"cost": {"name": name, **keys}})))
 
     model = instantiate("cost", node)
-    if not hasattr(model, "price"):
+    if not has_method(model, "price", "cost", node["_target_"]):
         raise ConfigError(f"cost: {node['_target_']} lacks price; see docs/extending.md")
-    if hasattr(model, "bind"):
+    if has_method(model, "bind", "cost", node["_target_"]):
         with failures_named(config):
             model.bind(CostContext(config.model, config.device, config.seed, cost))
     return cast(CostModel, model)
@@ -125,11 +128,11 @@ def itemise(cost: CostModel | None) -> Itemise | None:
     """
     if cost is None or not hasattr(cost, "breakdown"):
         return None
-    price, breakdown = cost.price, cast(Itemised, cost).breakdown
+    breakdown = cast(Itemised, cost).breakdown
 
     def of_step(shape: BatchShape, spans: Spans) -> dict[str, int]:
-        priced, parts = price(shape), breakdown(shape)
-        priced_ns = sum(priced)
+        price, parts = priced(cost, shape), breakdown(shape)
+        priced_ns = price.total_ns
         if sum(parts.values()) != priced_ns:
             raise ConfigError(
                 f"cost: {_class(cost)}.breakdown says {sum(parts.values())} ns in all of {shape}, and price "
@@ -138,7 +141,7 @@ def itemise(cost: CostModel | None) -> Itemise | None:
         if min(parts.values(), default=0) < 0:
             name, ns = min(parts.items(), key=lambda part: part[1])
             raise ConfigError(f"cost: {_class(cost)}.breakdown says {name}={ns} of {shape}; a part is 0 ns or more")
-        added = {"link": spans.swap_ns - priced.swap_ns, "scheduler": spans.schedule_ns - priced.schedule_ns}
+        added = {"link": spans.swap_ns - price.swap_ns, "scheduler": spans.schedule_ns - price.schedule_ns}
         return parts | {name: parts.get(name, 0) + ns for name, ns in added.items() if ns}
 
     return of_step
@@ -302,11 +305,11 @@ class CostEstimator:
         self._cost = cost
 
     def step_ns(self, shape: BatchShape) -> int:
-        return self._cost.price(shape).total_ns
+        return priced(self._cost, shape).total_ns
 
     def recompute_ns(self, start: int, num_tokens: int) -> int:
         return self.step_ns(BatchShape(0, 0, (PrefillChunk(start, num_tokens),), 1)) if num_tokens > 0 else 0
 
     def swap_ns(self, num_blocks: int) -> int:
         """Returns the time to swap blocks out (one direction): the transfer part of the step time."""
-        return self._cost.price(BatchShape(0, 0, (), 0, num_blocks_swapped_out=num_blocks)).swap_ns
+        return priced(self._cost, BatchShape(0, 0, (), 0, num_blocks_swapped_out=num_blocks)).swap_ns

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from operator import index
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from experiments.configuration.config import JUDGING, RunConfig
-from experiments.configuration.own_class import ROOMS, missing_name, place_in_own_code, told
+from experiments.configuration.own_class import ROOMS, imported, place_in_own_code, told
 from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
 from testbed.foreign_text import shown
@@ -67,18 +66,9 @@ def own_classes(config: RunConfig) -> list[str]:
 
 
 def check_importable(config: RunConfig) -> None:
-    """Raises PolicyError if a user's class cannot be imported; called before anything runs."""
+    """Raises ConfigError if a user's class cannot be imported; called before anything runs."""
     for key, target in named_classes(config.raw):
         imported(key, target)
-
-
-def imported(key: str, target: str) -> Any:
-    """Returns what a dotted name is of. Raises PolicyError if it cannot be imported."""
-    try:
-        return resolve_name(target)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
-        reason = missing_name(target) or told(error)
-        raise PolicyError(f"{key}={target} cannot be imported ({reason}); mend it, or name another class") from None
 
 
 @contextmanager
@@ -88,7 +78,7 @@ def failures_named(config: RunConfig) -> Iterator[None]:
         yield
     except TestbedError:
         raise
-    except Exception as error:  # noqa: BLE001  # a user's class may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's class may raise anything
         raise policy_failure(error, config) or error from None
 
 
@@ -106,6 +96,6 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
     last = frames[-1] if frames else None
     place = f"{Path(last.filename).name}:{last.lineno}" if last is not None else "?"
     return PolicyError(
-        f"{told(error)} at {place}, most likely because {' or '.join(own)} returned what it may not, takes other "
-        "parameters, or changed what it was shown; see docs/extending.md"
+        f"{told(error)} at {place}, most likely because {' or '.join(own)} returned what it may not, changed what it "
+        "was shown, or has a method with other parameters; see docs/extending.md"
     )

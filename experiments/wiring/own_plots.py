@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.grammar import parsed
-from experiments.configuration.own_class import instantiate, place_in_own_code, stray, told
+from experiments.configuration.own_class import imported, instantiate, place_in_own_code, stray, told
 from experiments.configuration.saved import import_from
 from experiments.configuration.settings import ReportConfig
-from experiments.wiring.foreign import PolicyError, imported
+from experiments.wiring.foreign import PolicyError
 from testbed.errors import ConfigError, TestbedError
 
 if TYPE_CHECKING:

@@ -6,11 +6,14 @@ each component is rounded to whole ns. So a step time is the same on every machi
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from operator import index
+from typing import Any, ClassVar, Protocol
 
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape
 from testbed.core.value import Value
+from testbed.errors import ConfigError
+from testbed.foreign_text import shown
 
 
 class CostModel(Protocol):
@@ -28,6 +31,36 @@ class Itemised(Protocol):
     def breakdown(self, shape: BatchShape) -> dict[str, int]:
         """Returns the ns of each operator; their sum is exactly that of the spans of `price(shape)`."""
         ...
+
+
+def priced(cost: CostModel, shape: BatchShape) -> Spans:
+    """Returns the price of a step. Raises ConfigError if a user's cost model returns an invalid value."""
+    model: Any = cost  # a user's may return anything
+    price = model.price(shape)
+    return price if isinstance(price, Spans) and _is_whole(price) else _checked(type(cost).__name__, price)
+
+
+def _checked(model: str, price: Any) -> Spans:
+    """Returns a cost model's result as Spans of Python integers, as numpy's are not exact. Raises ConfigError."""
+    try:
+        schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns = map(index, price)
+    except (TypeError, ValueError):
+        given = tuple(price) if isinstance(price, Spans | tuple) else price
+        raise ConfigError(
+            f"cost: {model} returned {shown(given)} for a step; it must be testbed.core.outcome.Spans, five whole "
+            "numbers of ns"
+        ) from None
+    whole = Spans(schedule_ns, prepare_ns, swap_ns, forward_ns, sample_ns)
+    for name in Spans.FIELDS:
+        if getattr(whole, name) < 0:
+            raise ConfigError(f"cost: {model} returned {name}={getattr(whole, name)}; a span is 0 ns or more")
+    return whole
+
+
+def _is_whole(spans: Spans) -> bool:
+    """Whether all spans are Python integers and none is negative."""
+    is_positive = spans.schedule_ns >= 0 and spans.prepare_ns >= 0 and spans.swap_ns >= 0
+    return is_positive and spans.forward_ns >= 0 and spans.sample_ns >= 0 and isinstance(spans.total_ns, int)
 
 
 class Captured(Value):

@@ -155,6 +155,7 @@ def test_a_cost_model_on_one_of_ours_is_that_of_the_run(
         (("cost.of=constant", "+cost.step_s=soon"), "cost.step_s is 'soon'; it must be a number"),
         (("cost.of=constant", "+cost.stop_s=1"), "unknown key 'cost.stop_s'; did you mean 'cost.step_s'?"),
         (("cost.of=3",), "cost=3 is no name of an option"),
+        (("cost.of=noisy",), "cost has no option 'noisy'; valid: roofline, tables"),
     ):
         assert message in say(*own, *more).error()
 

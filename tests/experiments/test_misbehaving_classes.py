@@ -63,10 +63,6 @@ class SaysSwap:
     def mode(self, seq, num_blocks):
         return "swap"
 
-class AsksLess:
-    def allows(self, seq):
-        return True
-
 class Yields:
     def compose(self, step):
         yield step.decode()
@@ -193,6 +189,27 @@ class AllowsRaises:
 class OthersRaise(FCFS):
     def __getattr__(self, name):
         raise KeyError(name)
+
+class BindExits(FCFS):
+    def bind(self, context):
+        raise SystemExit(0)
+
+class BindsNothing(FCFS):
+    def bind(self):
+        pass
+
+class BindsNoTime:
+    bind = None
+
+    def price(self, shape):
+        pass
+
+class Asks:
+    def bind(self, context):
+        self.estimator = context.estimator
+
+    def allows(self, seq, running):
+        return self.estimator.swap_ns(1) > self.estimator.recompute_ns(0, 1)
 """
 
 
@@ -209,6 +226,8 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("queue_order", "HeadIsText", ("queue_order=misbehaving.HeadIsText", "docs/extending.md")),
         ("queue_order", "BindRaises", ("misbehaving.py:16", "KeyError")),
         ("queue_order", "Exits", ("misbehaving.py:20", "SystemExit")),
+        ("queue_order", "BindExits", (": SystemExit: 0 (in scheduler.queue_order=misbehaving.B", "mend it there")),
+        ("queue_order", "BindsNothing", ("BindsNothing.bind() takes 1 ", "or has a method with other parameters; see")),
         ("admission", "ForgetsToAnswer", ("allows() returned None", "misbehaving.ForgetsToAnswer")),
         ("victim", "PreemptsTheSame",
          ("the victim is not among the running sequences: ", "misbehaving.PreemptsTheSame")),
@@ -217,7 +236,6 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("victim", "FindsNone", ("misbehaving.py:24: StopIteration (in", "partial results kept")),
         ("admission", "RaisesMute", (": Mute: what it says cannot be read (in", "partial results kept")),
         ("admission", "Cancels", (": GeneratorExit (in scheduler.admission=", "partial results kept")),
-        ("admission", "AsksLess", ("allows() takes 2 positional arguments but 3 were given", "takes other parameters")),
         ("composition", "Yields", ("scheduler.composition: misbehaving.Yields.compose has a yield or is async, so ",)),
         ("admission", "AllowsNumber", ("scheduler.admission: misbehaving.AllowsNumber lacks allows; ",)),
         ("admission", "AllowsRaises", ("scheduler.admission: ", "ValueError: not today; mend it there")),
@@ -327,6 +345,12 @@ def test_a_run_that_a_class_ended_in_its_first_step_is_not_said_to_have_decided_
 def test_a_cost_model_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
     with pytest.raises(TestbedError, match=r"misbehaving\.py:\d+: LookupError: h100 \(in cost=misb"):
         simulate({"num_requests": 2}, cost={"_target_": "misbehaving.BindsNoPrice"}, folder=tmp_path / "run")
+
+
+def test_a_policy_that_asks_for_a_step_time_is_not_blamed_for_a_wrong_one(tmp_path: Path) -> None:
+    cost, scheduler = {"_target_": "misbehaving.BindsNoTime"}, {"admission": {"_target_": "misbehaving.Asks"}}
+    with pytest.raises(TestbedError, match="cost: BindsNoTime returned None for a step; it must be testbed"):
+        simulate({"num_requests": 2}, cost=cost, scheduler=scheduler, folder=tmp_path / "run")
 
 
 def test_a_class_that_takes_from_what_it_was_shown_ends_no_run_as_complete(tmp_path: Path, say: Say) -> None:

@@ -114,14 +114,14 @@ def test_a_composition_with_parameters(home: Path, say: Say) -> None:
 
 
 def test_lists_and_mappings_come_as_pythons_own(home: Path, say: Say) -> None:
-    """Hydra's own are no lists, and every look into one takes a hundred times as long."""
+    """Hydra's own are no lists, and every look into one takes a hundred times as long. One may be called name."""
     takes = """
 class Takes(Eldest):
-    def __init__(self, edges, lengths):
-        assert type(edges) is list and type(lengths) is dict and type(lengths["chat"]) is list
+    def __init__(self, edges, lengths, name="none"):
+        assert type(edges) is list and type(lengths) is dict and type(lengths["chat"]) is list and name == "eldest"
 """
     (home / "mine.py").write_text(MINE + takes)
-    parameters = "edges: [1, 2], lengths: {chat: [3]}"
+    parameters = "edges: [1, 2], lengths: {chat: [3]}, name: eldest"
     say("run", *BURST, f"scheduler.victim={{_target_: mine.Takes, {parameters}}}").success()
 
 
@@ -182,6 +182,17 @@ def test_a_victim_and_an_eviction(home: Path, say: Say) -> None:
     tight = ("cache.num_gpu_blocks=9", "trace.output={kind: uniform, min_tokens: 8, max_tokens: 12}")
     say("run", *BURST, *more, *tight, "trace.num_requests=12").success()
     assert {"victim", "eviction"} <= set(sys.modules["mine"].SEEN)
+
+
+def test_a_cost_model_of_ones_own_may_be_called_by_a_name_that_its_class_may_take(home: Path, say: Say) -> None:
+    named = "class Named(Slow):\n    def __init__(self, name):\n        super().__init__(len(name))\n"
+    (home / "mine.py").write_text(MINE + named)
+    for text in ("_target_: mine.Slow\nbase_us: 7\n", "_target_: mine.Named\n"):
+        option(home / "conf", "cost/ours", f"{text}name: fifteen\n")
+        say("run", "--config-dir=conf", *TINY, *SHORT, "cost=ours", "hydra.run.dir=run", "overwrite=true").success()
+        assert manifest_of(home / "run")["cost"] == "fifteen"
+        step = table_of(home / "run", "steps").to_pylist()[-1]
+        assert step["forward_ns"] == 1000 * (7 + step["num_decode_tokens"] + step["num_prefill_tokens"])
 
 
 def test_a_cost_model_and_a_trace_of_a_folder_of_ones_own(home: Path, say: Say) -> None:

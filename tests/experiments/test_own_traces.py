@@ -229,3 +229,10 @@ def test_what_cannot_be_searched_says_what_to_do(home: Path, say: Say, text: str
     (home / "conf" / "trace" / "ours.yaml").write_text(text)
     search = ("capacity", "--config-dir", "conf", "trace=ours", *TINY, "slo.ttft_s=0.2", "seed=0,1", "--out", "cap")
     assert said in say(*search).error()
+
+
+def test_a_file_of_a_trace_that_fails_when_it_is_imported_is_named_with_its_line(home: Path) -> None:
+    for name, text, said in (("syntax", "def f(:", "invalid syntax"), ("zero", "1 / 0", "ZeroDivisionError")):
+        (home / f"wrong_{name}.py").write_text(f"\n{text}\n")
+        with pytest.raises(TestbedError, match=f"trace: cannot make 'wrong_{name}.f': .*wrong_{name}.py:2: {said}"):
+            make_trace({"_target_": f"wrong_{name}.f", "name": "f"}, seed=0)

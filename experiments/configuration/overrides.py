@@ -106,8 +106,11 @@ def refuse_repeated(arguments: Iterable[str]) -> None:
     given = [item.partition("=") for item in arguments if "=" in item and not item.startswith("-")]
     for key, num in Counter(key.lstrip("+") for key, _, _ in given).items():
         if num > 1:
-            overlaid = ",".join(value for name, _, value in given if name == OVERLAYS)
-            hint = f"lay several over one another as {key}=[{overlaid}]" if key == OVERLAYS else "give it once"
+            values = ",".join(value.strip("[]") for name, _, value in given if name.lstrip("+") == key)
+            hint = {
+                OVERLAYS: f"lay several over one another as {key}=[{values}]",
+                "hydra.searchpath": f'in place of several --config-dir give "{key}=[{values}]"',
+            }.get(key, "give it once")
             raise ConfigError(f"{key} is given {num} times, and only the last would count; {hint}")
 
 

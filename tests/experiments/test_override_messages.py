@@ -199,6 +199,11 @@ def test_what_hydra_does_not_say_well_is_said_before_it_composes(
     [
         (["run", "trace.rate=1", "+trace.rate=2"], "trace.rate is given 2 times, and only the last would count; give "),
         (["run", "-m", "seed=0,1", "seed=2"], "seed is given 2 times, and only the last would count; give it once"),
+        (
+            ["run", "--config-dir=.", "--config-dir=.."],
+            "hydra.searchpath is given 2 times, and only the last would count; in place of several --config-dir give "
+            "\"hydra.searchpath=['file:",
+        ),
         (["run", "from=a", "from=b"], "from is given 2 times, and only the last would count; give it once"),
         (
             ["run", "experiment=watermark", "experiment=demo"],

@@ -260,6 +260,7 @@ def test_a_doubled_column_is_refused(tmp_path):
             ", found '0', '100', '20'; the first line has values: put the columns' names before it",
         ),
         ("arrival_time;prompt_tokens\n0;4\n", "found 'arrival_time;prompt_tokens'; separate the columns by commas"),
+        ("arrival_time;prompt_tokens\n0,5;4\n", "t.csv:2: 2 cells; expected 1, .*; separate the columns by commas"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1,1\n", "read it with trace=azure"),
     ],
 )
@@ -409,3 +410,8 @@ def test_a_written_trace_reads_back_exactly(tmp_path, name):
     assert fingerprint(again) == fingerprint(trace)
     assert [row._replace(place="") for row in again] == list(trace.rows)
     assert again.notes == ()
+
+
+def test_the_column_of_numbers_that_pandas_writes_first_is_told_though_it_has_no_name(tmp_path):
+    (tmp_path / "t.csv").write_text(",arrival_time,prompt_tokens,colour\n0,0,4,red\n")
+    assert read_trace("csv", tmp_path / "t.csv").notes == ("ignored fields: one without a name, colour",)

@@ -159,7 +159,8 @@ def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[str, 
         for cells in reader:
             place = f"{path}:{numbers[0]}"
             if len(cells) != width:
-                raise TraceError(f"{place}: {len(cells)} cells; expected {width}, as in the header")
+                hint = header_hint(header)
+                raise TraceError(f"{place}: {len(cells)} cells; expected {width}, as in the header{hint}")
             yield place, [cells[pick] for pick in picks]
     except csv.Error as error:
         raise TraceError(f"{path}:{numbers[0]}: not CSV: {error}") from None

@@ -144,7 +144,7 @@ def ignored_fields(names: Iterable[str]) -> tuple[str, ...]:
     if not unread:
         return ()
     hint = f"; sampling is set for the whole run, as sampling.{sampling[0]}" if sampling else ""
-    return (f"ignored fields: {', '.join(unread)}{hint}",)
+    return (f"ignored fields: {', '.join(name or 'one without a name' for name in unread)}{hint}",)
 
 
 @cache

@@ -52,7 +52,8 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     if config.forced == "nothing" and any("output" in note for note in manifest["trace"]["notes"]):
         notes.append("trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace")
     notes += unused.without_classes(config, manifest["trace"]["differ_in"])
-    is_auto = config.is_real and config.raw["backend"].get("device") != "cpu" and build.asks_step_times(config)
+    are_asked = config.is_real and build.asks_step_times(config)
+    is_auto = are_asked and config.raw["backend"].get("device") != "cpu"
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
         notes.append(
             f"it ran on {manifest['device']}, and a policy that asks for step times gets those of device="
@@ -60,6 +61,11 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         )
     if config.is_simulated and manifest["cost"] == "roofline" and manifest["device"] == "cpu":
         notes.append("the step times are made up: no data sheet gives a CPU's; `testbed calibrate` measures them")
+    if are_asked and isinstance(config.cost, RooflineConfig) and config.device.kind == "cpu":
+        notes.append(
+            "a policy that asks for step times gets made-up ones: no data sheet gives a CPU's; `testbed calibrate` "
+            "measures them (cost=calibrated cost.path=…)"
+        )
     is_priced = config.is_simulated and isinstance(config.cost, RooflineConfig)
     takes_memory = config.cache.num_gpu_blocks is None and config.device.kind != "cpu"
     is_counted = is_priced or (config.is_simulated and takes_memory)

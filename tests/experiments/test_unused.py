@@ -8,7 +8,7 @@ from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.wiring.unused import unused_settings, without_classes
 from testbed.traces.classes import ClassFields
-from tests.experiments.kit import latest
+from tests.experiments.kit import REAL, SHORT, TINY, latest
 from tests.experiments.test_models_from_files import SHAPE
 
 
@@ -21,6 +21,16 @@ def test_a_real_run_says_that_nothing_reads_its_cost_model_unless_a_policy_does(
     own = "{_target_: mine.Admission}"
     for asking in ("scheduler.preemption=cheaper", "cache.eviction=cost_aware", f"scheduler.admission={own}"):
         assert notes("cost=linear", asking) == []
+
+
+def test_made_up_step_times_that_a_policy_of_an_engine_asks_for_are_noted(tmp_path, say):
+    for name, options, is_noted in (
+        ("cpu", ("device=cpu", "scheduler.preemption=cheaper"), True),
+        ("given", ("device=cpu", "scheduler.preemption=cheaper", "cost=constant"), False),
+        ("unasked", ("device=cpu",), False),
+    ):
+        said = say("run", *TINY, *SHORT, *REAL, *options, f"hydra.run.dir={tmp_path / name}").success()
+        assert ("a policy that asks for step times gets made-up ones: no data sheet gives a CPU's" in said) is is_noted
 
 
 @pytest.mark.parametrize(

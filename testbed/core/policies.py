@@ -20,8 +20,8 @@ class Policies:
         self.admission, self._preemption = admission, preemption  # Any, as their answers are checked here
         self._timed: list[Any] = [one for one in (admission, preemption, victims) if hasattr(one, "now_ns")]
         told: tuple[Any, ...] = (*others, admission, preemption, victims)
-        self._served: list[Callable[[Sequence, int, int, int], None]] = [x.served for x in told if hasattr(x, "served")]
-        self.left: list[Callable[[Sequence, int], None]] = [x.left for x in told if hasattr(x, "left")]
+        self._served: list[Callable[..., object]] = [*filter(callable, [getattr(x, "served", None) for x in told])]
+        self.left: list[Callable[..., object]] = [*filter(callable, [getattr(x, "left", None) for x in told])]
 
     def tell_time(self, now_ns: int) -> None:
         """Passes the instant of the next step to the policies that have `now_ns`."""

@@ -1,4 +1,5 @@
-"""A user's own device: its numbers are used, and what is wrong is said with file, line, field and expectation."""
+"""A user's own device, model or preset: its file's numbers and name are used, and what is wrong with it is said with
+file, line, field and expectation."""
 
 from pathlib import Path
 
@@ -6,9 +7,10 @@ import pytest
 
 from experiments.configuration.compose import compose_config
 from experiments.configuration.options import read_option
+from experiments.configuration.saved import read_config
 from testbed.errors import ConfigError
 from testbed.specs.device import DEVICE_FIELDS, DeviceSpec
-from tests.experiments.kit import SHORT, Say, manifest_of, option
+from tests.experiments.kit import SHORT, TINY, Say, manifest_of, option
 
 
 def test_an_own_device_has_what_its_file_says_and_the_rest_of_the_one_it_begins_with(tmp_path):
@@ -165,3 +167,45 @@ def test_a_launcher_of_ones_own_may_have_the_name_of_one_that_is_no_file(tmp_pat
     said = say("run", "-m", f"--config-dir={tmp_path}", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert said.status == 1
     assert "nowhere" in said.err, "Hydra takes the user's"
+
+
+@pytest.mark.parametrize("more", [(), ("hydra.verbose=false",), ("-m",)], ids=["alone", "by Hydra's app", "a sweep"])
+@pytest.mark.parametrize("begins", ["vllm_v1", "_schema"])
+def test_a_preset_of_ones_own_has_its_files_name_and_not_that_of_the_one_it_begins_with(
+    here: Path, say: Say, begins: str, more: tuple[str, ...]
+) -> None:
+    option(here / "conf", "scheduler/ours", f"defaults: [{begins}, _self_]\nmax_num_seqs: 4\n")
+    option(here / "conf", "scheduler/named", "defaults: [ours, _self_]\nname: by its file\n")
+    into = ("hydra.sweep.dir=runs",) if "-m" in more else ("hydra.run.dir=runs/one",)
+    for chosen, name in (("ours", "ours"), ("named", "by its file")):
+        run = ("--config-dir", "conf", f"scheduler={chosen}", *TINY, *SHORT, *into, *more)
+        said = say("run", *run, "overwrite=true").success()
+        folders = sorted(path.parent for path in (here / "runs").glob("*/done"))
+        assert name in [read_config(folder)["scheduler"]["name"] for folder in folders]
+        if "-m" not in more:
+            assert f"scheduler={name}, " in said
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "name"),
+    [
+        ("defaults: [base, _self_]\n", (), "ours"),
+        ("defaults: [base, _self_]\n", ("experiment=overlay",), "by an overlay"),
+        ("defaults: [base, _self_]\nname: by its file\n", ("scheduler.name=typed",), "typed"),
+    ],
+    ids=["of a named one", "an overlay's", "an override's"],
+)
+def test_the_name_of_a_preset_of_ones_own_is_given_by_whoever_comes_last(
+    tmp_path: Path, text: str, more: tuple[str, ...], name: str
+) -> None:
+    option(tmp_path, "scheduler/base", "defaults: [sarathi, _self_]\nname: the one it begins with\n")
+    option(tmp_path, "experiment/overlay", "# @package _global_\nscheduler: {name: by an overlay}\n")
+    option(tmp_path, "scheduler/ours", text)
+    chosen = [f"hydra.searchpath=['file://{tmp_path}']", "scheduler=ours", *more]
+    assert compose_config(chosen).scheduler.name == name
+
+
+def test_a_preset_in_a_folder_of_a_folder_is_told_in_one_line(here: Path, say: Say) -> None:
+    option(here / "conf", "scheduler/deep/ours", "defaults: [/scheduler/sarathi, _self_]\n")
+    error = say("run", "--config-dir", "conf", "scheduler=deep/ours", "hydra.run.dir=run").error()
+    assert error.startswith(f"{here}/conf/scheduler/deep/ours.yaml begins with no option of scheduler; begin with")

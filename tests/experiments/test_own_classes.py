@@ -237,49 +237,6 @@ def test_options_of_a_folder_of_ones_own_are_searched_and_compared_too(home: Pat
         assert "name a folder of your own options" in error
 
 
-@pytest.mark.parametrize("more", [(), ("hydra.verbose=false",), ("-m",)], ids=["alone", "by Hydra's app", "a sweep"])
-@pytest.mark.parametrize("begins", ["vllm_v1", "_schema"])
-def test_a_preset_of_ones_own_has_its_files_name_and_not_that_of_the_one_it_begins_with(
-    home: Path, say: Say, begins: str, more: tuple[str, ...]
-) -> None:
-    (home / "conf/scheduler").mkdir(parents=True)
-    (home / "conf/scheduler/ours.yaml").write_text(f"defaults: [{begins}, _self_]\nmax_num_seqs: 4\n")
-    (home / "conf/scheduler/named.yaml").write_text("defaults: [ours, _self_]\nname: by its file\n")
-    into = ("hydra.sweep.dir=runs",) if "-m" in more else ("hydra.run.dir=runs/one",)
-    for chosen, name in (("ours", "ours"), ("named", "by its file")):
-        run = ("--config-dir", "conf", f"scheduler={chosen}", *TINY, *SHORT, *into, *more)
-        said = say("run", *run, "overwrite=true").success()
-        folders = sorted(path.parent for path in (home / "runs").glob("*/done"))
-        assert name in [read_config(folder)["scheduler"]["name"] for folder in folders]
-        if "-m" not in more:
-            assert f"scheduler={name}, " in said
-
-
-@pytest.mark.parametrize(
-    ("text", "more", "name"),
-    [
-        ("defaults: [base, _self_]\n", (), "ours"),
-        ("defaults: [base, _self_]\n", ("experiment=overlay",), "by an overlay"),
-        ("defaults: [base, _self_]\nname: by its file\n", ("scheduler.name=typed",), "typed"),
-    ],
-    ids=["of a named one", "an overlay's", "an override's"],
-)
-def test_the_name_of_a_preset_of_ones_own_is_given_by_whoever_comes_last(
-    tmp_path: Path, text: str, more: tuple[str, ...], name: str
-) -> None:
-    option(tmp_path, "scheduler/base", "defaults: [sarathi, _self_]\nname: the one it begins with\n")
-    option(tmp_path, "experiment/overlay", "# @package _global_\nscheduler: {name: by an overlay}\n")
-    option(tmp_path, "scheduler/ours", text)
-    chosen = [f"hydra.searchpath=['file://{tmp_path}']", "scheduler=ours", *more]
-    assert compose_config(chosen).scheduler.name == name
-
-
-def test_a_preset_in_a_folder_of_a_folder_is_told_in_one_line(home: Path, say: Say) -> None:
-    option(home / "conf", "scheduler/deep/ours", "defaults: [/scheduler/sarathi, _self_]\n")
-    error = say("run", "--config-dir", "conf", "scheduler=deep/ours", "hydra.run.dir=run").error()
-    assert error.startswith(f"{home}/conf/scheduler/deep/ours.yaml begins with no option of scheduler; begin with")
-
-
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

@@ -210,7 +210,7 @@ def test_when_a_victim_may_be_admitted_again(victims_return: str, admitted: list
 @pytest.mark.parametrize("victims_return", ["this_step", "next_step"])
 def test_victims_come_back_in_the_order_they_were_admitted(victims_return: str) -> None:
     """One queue: c is preempted before b, so that b stands before c when both are back, held back or not."""
-    rules = KVRules(allocate="chunk", victims_return=victims_return)  # type: ignore[arg-type]
+    rules = KVRules(allocate="chunk", victims_return=victims_return)
     scheduler = make_scheduler("unified", num_blocks=6, block_size=2, rules=rules, limits=make_limits(threshold=2))
     add(scheduler, make_request("a", 12, 1), make_request("b", 2, 9), make_request("c", 2, 9))
     order, gone = [], []

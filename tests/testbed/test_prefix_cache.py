@@ -88,7 +88,7 @@ def test_a_later_turn_hits_the_blocks_that_decoding_filled() -> None:
 
 @pytest.mark.parametrize(("hits_visible", "within_step"), [("commit", 0), ("allocation", 8)])
 def test_a_block_is_hit_once_its_step_is_committed_or_from_its_allocation(hits_visible: str, within_step: int) -> None:
-    scheduler = make_scheduler(block_size=4, rules=KVRules(hits_visible=hits_visible))  # type: ignore[arg-type]
+    scheduler = make_scheduler(block_size=4, rules=KVRules(hits_visible=hits_visible))
     add(scheduler, make_request("a", range(9), 5), make_request("b", range(9), 5))
     plan, _ = step(scheduler)
     assert (cached(plan), scheduled(plan)) == ({"a": 0, "b": within_step}, {"a": 9, "b": 9 - within_step})

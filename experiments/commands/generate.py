@@ -59,10 +59,10 @@ def main(arguments: list[str]) -> int:
     asked = [Asked(prompt, {}, f"prompt {index}") for index, prompt in enumerate(prompts)]
     if options.prompts_file is not None:
         asked += read_prompts_file(options.prompts_file)
-    if not asked and options.prompts_file is not None:
-        raise ConfigError(f"{options.prompts_file} has no prompts; write one on each line")
     if not asked:
-        raise ConfigError("nothing to generate from; give prompts in quotes, or --prompts-file")
+        lacks = f"{options.prompts_file} has no prompts; write one on each line"
+        nothing = "nothing to generate from; give prompts in quotes, or --prompts-file"
+        raise ConfigError(nothing if options.prompts_file is None else lacks)
     with _claimed(options.output, options.prompts_file, options.overwrite):
         return _generate(options, asked, overrides)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,20 +52,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     if config.forced == "nothing" and any("output" in note for note in manifest["trace"]["notes"]):
         notes.append("trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace")
     notes += unused.without_classes(config, manifest["trace"]["differ_in"])
-    are_asked = config.is_real and build.asks_step_times(config)
-    is_auto = are_asked and config.raw["backend"].get("device") != "cpu"
-    if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
-        notes.append(
-            f"it ran on {manifest['device']}, and a policy that asks for step times gets those of device="
-            f"{config.device.name}: set device=cpu"
-        )
-    if config.is_simulated and manifest["cost"] == "roofline" and manifest["device"] == "cpu":
-        notes.append("the step times are made up: no data sheet gives a CPU's; `testbed calibrate` measures them")
-    if are_asked and isinstance(config.cost, RooflineConfig) and config.device.kind == "cpu":
-        notes.append(
-            "a policy that asks for step times gets made-up ones: no data sheet gives a CPU's; `testbed calibrate` "
-            "measures them (cost=calibrated cost.path=…)"
-        )
+    notes += _of_step_times(config, manifest)
     is_priced = config.is_simulated and isinstance(config.cost, RooflineConfig)
     takes_memory = config.cache.num_gpu_blocks is None and config.device.kind != "cpu"
     is_counted = is_priced or (config.is_simulated and takes_memory)
@@ -97,6 +84,23 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
         notes.append(NO_DEADLINES)
     notes += without_numbers(config, summary)
     return *map(Note.of_text, failed), *sized, *map(Note.of_text, notes)
+
+
+def _of_step_times(config: RunConfig, manifest: dict[str, Any]) -> Iterator[str]:
+    """Yields notes on step times that were not measured where it ran: the run's, or those that a policy asks for."""
+    made_up = "no data sheet gives a CPU's; `testbed calibrate` measures them"
+    if config.is_simulated and manifest["cost"] == "roofline" and manifest["device"] == "cpu":
+        yield f"the step times are made up: {made_up}"
+    if not (config.is_real and build.asks_step_times(config)):
+        return
+    is_auto = config.raw["backend"].get("device") != "cpu"
+    if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
+        yield (
+            f"it ran on {manifest['device']}, and a policy that asks for step times gets those of device="
+            f"{config.device.name}: set device=cpu"
+        )
+    if isinstance(config.cost, RooflineConfig) and config.device.kind == "cpu":
+        yield f"a policy that asks for step times gets made-up ones: {made_up} (cost=calibrated cost.path=…)"
 
 
 def without_numbers(config: RunConfig, summary: dict[str, Any]) -> list[str]:

@@ -78,7 +78,7 @@ def failures_named(config: RunConfig) -> Iterator[None]:
         yield
     except TestbedError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's class may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's class may raise anything when it is made or bound)
         raise policy_failure(error, config) or error from None
 
 

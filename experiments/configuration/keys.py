@@ -109,9 +109,12 @@ class Keys:
                 )
 
     def refuse_bases(self) -> None:
-        """Raises ConfigError for a file of the user's own whose defaults name an option that does not exist."""
+        """Raises ConfigError for a file of the user's own whose defaults name an option that does not exist, or one
+        that comes after the file's own keys: it would replace them."""
         for group, option, _ in self.own_files():
             for file, content in self.library.files(group, option):
+                if "_self_" in [one for one in content.get("defaults", ()) if isinstance(one, str)][:-1]:
+                    raise ConfigError(f"{file}: what follows _self_ in its defaults replaces its own keys; put it last")
                 for there, name in needed_by(content, group):
                     if not self.library.has(there, name):
                         said = f"{file}: its defaults name {there}={name}, which does not exist"

@@ -147,6 +147,8 @@ def test_a_fit_of_ours_is_no_fit_of_a_device_or_model_that_begins_with_its_own(t
             ({"scheduler/a": text}, ["scheduler=a"], "a.yaml begins with no option of scheduler; begin with one, as")
             for text in ("", "max_num_seqs: 8", "name: a", "defaults: [_self_]", "defaults: [/scheduler/vllm_v1]")
         ],
+        ({"scheduler/a": "defaults: [_self_, vllm_v1]\nmax_num_seqs: 8"}, ["scheduler=a"],
+         "a.yaml: what follows _self_ in its defaults replaces its own keys; put it last"),
         ({"cost/a": "filtering: sort"}, ["cost=a"], "a.yaml begins with no option of cost; name a class, as _target_"),
         ({"model/a": ""}, ["model=a"], "as defaults: [llama2_13b, _self_]"),
         ({"scheduler/a": "_target_: mine.Scheduler"}, ["scheduler=a"],

@@ -18,6 +18,7 @@ from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import CLASSES
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.options import options
+from experiments.runs.identity import edited_since_import
 from experiments.runs.origin import Origin
 from experiments.runs.run import execute
 from experiments.runs.run_folder import refuse_overwrite, require_writable
@@ -77,6 +78,8 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
     except OSError as error:
         raise RunFolderError(f"folder is {target}: {error.strerror}; give another") from None
     refuse_overwrite(target, config.overwrite, "folder", "overwrite=True")
+    if edited := edited_since_import(config):
+        warnings.warn(edited, RuntimeWarning, stacklevel=3)
     result = execute(config, target, command=command, origin=Origin.of(overrides), trace=rows)
     if result.status != "complete":
         raise TestbedError(result.message)

@@ -183,7 +183,7 @@ def _own_classes(runs: Sequence[Run]) -> str:
         presets[preset] = None
         for where, node in _nodes(run.config):
             target = str(node["_target_"])
-            if digest := files.get(target.rpartition(".")[0]):
+            if digest := files.get(target.rpartition(".")[0], files.get(target)):  # the latter: of a notebook's cell
                 told = f"{where} = {target}({{}}), file {digest[:8]}"
                 having.setdefault(told, {})[preset] = None
                 for name, value in node.items():

@@ -16,6 +16,7 @@ from typing import Any
 
 import pandas as pd
 from joblib import Parallel, delayed
+from joblib.externals.loky import get_reusable_executor
 
 from analysis.comparison.arms import find_arm
 from analysis.load import flatten, require_path
@@ -27,11 +28,11 @@ from experiments.capacity.found import Capacity, Found, Replicate, mean_bracket
 from experiments.capacity.points import point_name, read_point, run_point
 from experiments.capacity.search import Ask, Bracket, beside, search
 from experiments.configuration.config import JUDGING, RunConfig
-from experiments.runs.identity import identity_of
+from experiments.runs.identity import edited_since_import, identity_of
 from experiments.runs.run_folder import alone, write_json
 from experiments.wiring.foreign import check_importable
 from testbed.checks import require, require_whole
-from testbed.errors import RunFolderError, TestbedError
+from testbed.errors import ConfigError, RunFolderError, TestbedError
 
 IDENTITY, POINTS, _LOCK = "search.json", "points", ".lock"
 MIN_TOLERANCE, MAX_TOLERANCE = 0.001, 0.5
@@ -54,7 +55,9 @@ def find_capacity(
     report = arms[0].raw["report"]
     baseline = find_arm(arms, report["baseline"]).name
     for arm in arms:
-        check_importable(RunConfig.from_container(arm.raw))
+        check_importable(config := RunConfig.from_container(arm.raw))
+        if edited := edited_since_import(config):
+            raise ConfigError(edited)
     if target.exists() and not target.is_dir():
         raise RunFolderError(f"{target} is no folder; choose another --out")
     target.mkdir(parents=True, exist_ok=True)
@@ -141,6 +144,8 @@ def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
 
 def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
     in_parallel = jobs if all(one.arm.is_simulated for one in searches) else 1  # an engine must not share the machine
+    if in_parallel > 1:
+        get_reusable_executor().shutdown()  # its workers, of an earlier call, hold the user's classes as they were then
     try:
         with (
             TemporaryDirectory(prefix="testbed-capacity-") as scratch,

@@ -1,15 +1,18 @@
-"""Detects user classes that read the future length of an output, which only oracles may know."""
+"""The source of user classes, and of what they call; detects those that read the future length of an output, which
+only oracles may know."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import re
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from textwrap import dedent
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 _TELLING = re.compile(r"\.(forced_output|token_limit|foreseen_end|first_tokens|next_tokens|_content)\b")
@@ -19,7 +22,13 @@ _LIBRARY = sysconfig.get_path("stdlib")
 
 def foresight_of(*made: Any) -> str:
     """Returns the attribute by which these functions and classes, or other user code that they call, read the future
-    length; empty if none does. Follows names in the same module and in modules that it imports."""
+    length; empty if none does."""
+    return next((read[1] for source in sources_of(*made) if (read := _TELLING.search(source)) is not None), "")
+
+
+def sources_of(*made: Any) -> Iterator[str]:
+    """Yields the source of these functions and classes, and of other user code that they name. Follows names in the
+    same module and in modules that it imports; of a number or text there, its value."""
     todo, seen = list(made), set()
     packages = {_package(part) for one in made for part in (one, *_bases(one))}
     while todo:
@@ -27,11 +36,10 @@ def foresight_of(*made: Any) -> str:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        source = _own_source(one, packages)
-        if (read := _TELLING.search(source)) is not None:
-            return read[1]
-        todo += [*_bases(one), *(_named(source, vars(sys.modules.get(one.__module__, sys))) if source else ())]
-    return ""
+        if source := repr(one) if isinstance(one, int | float | str) else _own_source(one, packages):
+            yield source
+        module = sys.modules.get(str(getattr(one, "__module__", None)), sys)
+        todo += [*_bases(one), *(_named(source, vars(module)) if source else ())]
 
 
 def _bases(one: Any) -> tuple[Any, ...]:
@@ -53,7 +61,20 @@ def _own_source(one: Any, packages: set[str]) -> str:
         is_foreign = _package(one) not in packages if is_installed else file.startswith(_LIBRARY)
         return "" if is_foreign else dedent(inspect.getsource(one))
     except (OSError, TypeError):
-        return ""
+        return _of_cell(one)
+
+
+def _of_cell(one: Any) -> str:
+    """Returns the source of a class that a notebook's cell defines, where its methods are from; empty for others."""
+    methods = [part for part in vars(one).values() if isinstance(part, FunctionType)] if isinstance(one, type) else []
+    for method in methods:
+        cell = "".join(linecache.getlines(method.__code__.co_filename))
+        with suppress(SyntaxError):
+            nodes = [node for node in ast.walk(ast.parse(cell)) if isinstance(node, ast.ClassDef)]
+            for node in nodes:
+                if node.name == one.__name__:
+                    return ast.get_source_segment(cell, node) or ""
+    return ""
 
 
 def _named(source: str, there: dict[str, Any]) -> Iterator[Any]:

@@ -79,6 +79,8 @@ def missing_name(target: str) -> str:
     there = sys.modules.get(module)
     if there is None or hasattr(there, name):
         return ""
+    if module == "__main__":
+        return f"what a script or a notebook's cell defines is in no other process; put it in a file, as mine.{name}"
     file = str(getattr(there, "__file__", None) or "Python's own")
     if os.path.exists(f"{top}.py") and os.path.abspath(f"{top}.py") != file:
         return f"{module!r} is a module that is there already ({file}); give your {top}.py another name"

@@ -9,20 +9,25 @@ from __future__ import annotations
 import ast
 import json
 import math
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import file_digest
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh64
 
 from experiments.configuration.config import FILE_KEYS, JUDGING, RunConfig
+from experiments.configuration.foresight import sources_of
+from experiments.configuration.own_class import imported
 from experiments.runs.environment import describe_versions, source_hash
 from experiments.wiring.foreign import is_foreign, named_classes
+from testbed.errors import ConfigError
 
 _LARGE_BYTES = 2**28  # above this, size and modification time identify a file in a folder (weights), not its content
 
@@ -69,6 +74,23 @@ def identity_of(config: RunConfig) -> Identity:
         classes |= _class_files(target)
     files = {name: _of_path(Path(name)) for name in sorted(set(_names_of_files(decides)))}
     return Identity(_of_tree(decides), files, classes, source_hash(), describe_versions()["llm-serving-testbed"])
+
+
+def edited_since_import(config: RunConfig) -> str:
+    """Returns a sentence if a file of the user's classes has changed since this process imported it, as may be in a
+    notebook; empty if none has. Imports what the configuration names."""
+    for _, target in named_classes(config.raw):
+        with suppress(ConfigError):  # the error comes where the class is made
+            imported("", target)
+    edited = []
+    for name, content in identity_of(config).classes.items():
+        if name in _RUNNING and _of_path(_RUNNING[name][1]) != content:
+            edited.append(name)
+    if not edited:
+        return ""
+    first = edited[0]
+    how = "" if first == "__main__" else f"importlib.reload(sys.modules[{first!r}]) takes the new one, as does "
+    return f"{_RUNNING[first][1]} has changed since it was imported, and what runs is the old one; {how}a new Python"
 
 
 def _differing(kept: Any, now: dict[str, str]) -> list[str]:
@@ -134,7 +156,7 @@ def _class_files(target: str) -> dict[str, str]:
     its own folder: the user's own modules, no installed packages."""
     found = dict(_modules(target))
     if not found:
-        return {target: ""}
+        return {target: _of_cell(target)}
     file = next(iter(found.values()))
     root = file.parents[1] if file.name == "__init__.py" else file.parent
     todo = list(found.items())
@@ -145,7 +167,30 @@ def _class_files(target: str) -> dict[str, str]:
                 if module not in found and is_beside:
                     found[module] = source
                     todo.append((module, source))
-    return {name: _of_path(found[name]) for name in sorted(found)}
+    return {name: _of_running(name, found[name]) for name in sorted(found)}
+
+
+_RUNNING: dict[str, tuple[Any, Path, str]] = {}  # module -> the spec of its import, its file, and what this held then
+
+
+def _of_running(name: str, file: Path) -> str:
+    """Returns the hash of what this process runs of a module: the file's content when it was first looked at after its
+    import, or now if it is not imported."""
+    content, module = _of_path(file), sys.modules.get(name)
+    if module is None:
+        return content
+    if name not in _RUNNING or _RUNNING[name][0] is not module.__spec__:  # a reload makes another, equal one
+        _RUNNING[name] = (module.__spec__, file, content)
+    return _RUNNING[name][2]
+
+
+def _of_cell(target: str) -> str:
+    """Returns the hash of a class that a notebook's cell defines, with what it names there; "" if it has no source."""
+    try:
+        sources = list(sources_of(imported("", target)))
+    except ConfigError:
+        return ""
+    return _of_tree(sources) if sources else ""
 
 
 def _modules(dotted: str) -> Iterator[tuple[str, Path]]:
@@ -165,6 +210,9 @@ def _modules(dotted: str) -> Iterator[tuple[str, Path]]:
 
 
 def _spec(name: str) -> ModuleSpec | None:
+    if name == "__main__":  # it has no spec if it is a script, and no file in a notebook
+        file = getattr(sys.modules[name], "__file__", None)
+        return spec_from_file_location(name, file) if file else None
     try:
         return find_spec(name) if name and is_foreign(name) else None
     except (ImportError, ValueError):

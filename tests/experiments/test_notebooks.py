@@ -1,0 +1,112 @@
+"""A long Python session, as a notebook: classes are of cells or of files that are edited, and runs are interrupted."""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import os
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from experiments import find_capacity, simulate
+from testbed.errors import ConfigError, RunFolderError
+from tests.experiments.capacity_kit import BUSY
+
+MINE = """\
+class Cap:
+    def allows(self, seq, running):
+        return len(running) < 2
+"""
+TRACE = [{"arrival_time": 0, "prompt_tokens": 8, "output_tokens": 4} for _ in range(6)]
+Cell = Callable[[str], None]
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
+    """Runs the text of a cell as IPython does: in a `__main__` without a file, its lines in `linecache`."""
+    main, numbers = ModuleType("__main__"), count(1)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+    def run(text: str) -> None:
+        file = f"/tmp/ipykernel_{os.getpid()}/{next(numbers)}.py"
+        monkeypatch.setitem(linecache.cache, file, (len(text), None, text.splitlines(keepends=True), file))
+        exec(compile(text, file, "exec"), vars(main))
+
+    return run
+
+
+def made_with(admission: str, **settings: Any) -> dict[str, str]:
+    run = simulate(TRACE, scheduler={"admission": {"_target_": admission}}, **settings)
+    return dict(run.manifest["identity"]["classes"])
+
+
+def rewrite(home: Path, num: int) -> None:
+    text = MINE.replace("2", str(num))
+    (home / "mine.py").write_text(f"{text}# {num}{' ' * num}\n")  # another size: byte code goes by it
+
+
+def test_a_class_of_a_cell_is_known_by_its_source_and_by_what_it_names(cell: Cell) -> None:
+    of_main = "def most():\n    return MAX\n\n\nMAX = 2\n"
+    cell(of_main + MINE.replace("2", "most()"))
+    first = made_with("__main__.Cap")
+    assert first["__main__.Cap"]
+    assert made_with("__main__.Cap") == first
+    cell("MAX = 3")
+    assert made_with("__main__.Cap") != first
+    cell(of_main)
+    assert made_with("__main__.Cap") == first
+    cell(MINE.replace("2", "2 + most()"))
+    assert made_with("__main__.Cap") != first
+
+
+def test_a_class_of_a_cell_that_knows_the_future_is_refused_and_one_beside_it_is_not(cell: Cell) -> None:
+    cell(
+        MINE + "\n\nclass Seer:\n    def allows(self, seq, running):\n        return bool(seq.request.forced_output)\n"
+    )
+    with pytest.raises(ConfigError, match=r"^scheduler.admission: __main__.Seer reads forced_output"):
+        made_with("__main__.Seer")
+    made_with("__main__.Cap")
+
+
+def test_a_search_does_not_go_on_with_another_class_of_that_name(cell: Cell, tmp_path: Path) -> None:
+    search = [item for item in BUSY if not item.startswith("scheduler")]
+    search += ["slo.ttft_s=0.2", "scheduler.admission={_target_: __main__.Cap}"]
+    cell(MINE)
+    find_capacity(*search, folder=tmp_path, tolerance=0.5)
+    cell(MINE.replace("2", "200"))
+    with pytest.raises(RunFolderError, match=r"the class file __main__.Cap has changed since"):
+        find_capacity(*search, folder=tmp_path, tolerance=0.5)
+
+
+def test_other_processes_say_that_they_lack_the_classes_of_a_cell(cell: Cell) -> None:
+    with pytest.raises(ConfigError, match=r"defines is in no other process; put it in a file, as mine.Cap$"):
+        made_with("__main__.Cap")
+
+
+def test_a_run_is_of_the_file_as_it_was_imported_and_says_that_it_has_changed(home: Path) -> None:
+    before = made_with("mine.Cap")
+    rewrite(home, 3)
+    with pytest.warns(RuntimeWarning, match=r"mine\.py has changed since it was imported.*importlib\.reload"):
+        assert made_with("mine.Cap") == before
+    importlib.reload(sys.modules["mine"])
+    assert made_with("mine.Cap") != before
+
+
+def test_a_search_is_of_the_file_as_it_is_in_this_process_and_in_those_that_it_starts(home: Path) -> None:
+    search = [item for item in BUSY if not item.startswith("scheduler")]
+    search += ["cache.num_gpu_blocks=900", "slo.ttft_s=0.2", "seed=0,1", "scheduler.admission={_target_: mine.Cap}"]
+    few = find_capacity(*search, folder="few", tolerance=0.5, jobs=2).found[0].capacity
+    rewrite(home, 200)
+    with pytest.raises(ConfigError, match=r"mine\.py has changed since it was imported"):
+        find_capacity(*search, folder="many", tolerance=0.5, jobs=2)
+    importlib.reload(sys.modules["mine"])
+    many = find_capacity(*search, folder="many", tolerance=0.5, jobs=2).found[0].capacity
+    assert few is not None
+    assert many is not None
+    assert many > 2 * few, "a worker of the first search has the old class"

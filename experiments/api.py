@@ -6,6 +6,7 @@ import atexit
 import shlex
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
@@ -19,8 +20,9 @@ from experiments.configuration.config import CLASSES
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.options import options
 from experiments.runs.identity import edited_since_import
+from experiments.runs.interrupt import was_pressed
 from experiments.runs.origin import Origin
-from experiments.runs.run import execute
+from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import refuse_overwrite, require_writable
 from experiments.wiring.own_traces import checked, of_rows
 from testbed.errors import ConfigError, RunFolderError, TestbedError, TraceError
@@ -29,6 +31,7 @@ from testbed.traces.readers import read_trace
 from testbed.traces.schema import Trace
 from testbed.traces.stream import StreamedTrace
 
+_ONE_AT_A_TIME = threading.RLock()  # threads take turns: Hydra's state and the log are the process's
 TraceLike = Trace | str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
 
@@ -39,13 +42,14 @@ def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **s
     keys of the `trace` group as one dict, such as {"name": "synthetic", "rate": 8}. settings: the configuration's
     groups, by option name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}; a class of your
     own: cost={"_target_": "mine.Cost", "base_us": 7}. folder: the run folder; the default is a new temporary folder,
-    deleted when Python exits. Raises TestbedError with a one-line message. A failed check of the records is a
-    RuntimeWarning.
+    deleted when Python exits (give one where a worker process calls this). Raises TestbedError with a one-line message,
+    and KeyboardInterrupt. A failed check of the records is a RuntimeWarning. Threads take turns.
     """
     given = settings.get("backend", "sim")
     if (given.get("name") if isinstance(given, Mapping) else given) in ("real", "vllm"):
         raise ConfigError(f"simulate runs no engine, and backend is {shown(given)}; call replay, or leave it out")
-    return _run(trace, folder, {"backend": "sim", **settings})
+    with _ONE_AT_A_TIME:
+        return _run(trace, folder, {"backend": "sim", **settings})
 
 
 def replay(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **settings: Any) -> Run:
@@ -54,7 +58,8 @@ def replay(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **set
     backend = {"name": given} if isinstance(given, str) else given
     if not isinstance(backend, Mapping) or backend.get("name") == "sim":
         raise ConfigError(f"replay runs an engine, and backend is {shown(given)}; call simulate, or leave it out")
-    return _run(trace, folder, {"backend": {"name": "real", **backend}, **settings})
+    with _ONE_AT_A_TIME:
+        return _run(trace, folder, {"backend": {"name": "real", **backend}, **settings})
 
 
 def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[str, Any]) -> Run:
@@ -81,6 +86,8 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
     if edited := edited_since_import(config):
         warnings.warn(edited, RuntimeWarning, stacklevel=3)
     result = execute(config, target, command=command, origin=Origin.of(overrides), trace=rows)
+    if was_pressed() or result.exit_status == INTERRUPTED:
+        raise KeyboardInterrupt(result.message)
     if result.status != "complete":
         raise TestbedError(result.message)
     for sentence in [*([result.message] if result.message else []), *failures(result.summary["checks"])]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import linecache
 import os
+import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,9 @@ from typing import Any
 import pytest
 
 from experiments import find_capacity, simulate
+from experiments.configuration import compose
+from experiments.configuration.compose import _composed
+from experiments.runs import run as runs
 from testbed.errors import ConfigError, RunFolderError
 from tests.experiments.capacity_kit import BUSY
 
@@ -110,3 +115,32 @@ def test_a_search_is_of_the_file_as_it_is_in_this_process_and_in_those_that_it_s
     assert few is not None
     assert many is not None
     assert many > 2 * few, "a worker of the first search has the old class"
+
+
+def test_an_interrupt_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What catches errors of single runs in a loop goes on to the next; Ctrl-C ends the loop."""
+    closing = runs.engines.RunRecords.close
+
+    def pressed(self: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        closing(self)
+
+    monkeypatch.setattr(runs.engines.RunRecords, "close", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(TRACE, folder=tmp_path / "run")
+    monkeypatch.undo()
+    assert simulate(TRACE).is_complete
+
+
+def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    _composed.cache_clear()
+    monkeypatch.setattr(compose, "_PARTS", {})
+    often = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    presets = ["vllm_v1", "vllm_v0", "orca", "sarathi", "static", "lightllm", "vtc", "nano_vllm"]
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda name: simulate(TRACE, scheduler=name).manifest["scheduler"], presets))
+    finally:
+        sys.setswitchinterval(often)
+    assert made == presets

@@ -53,7 +53,7 @@ def batch_composition(runs: Runs, *, ax: Axes | None = None) -> Axes | AxesArray
     come from different steps, so that their stack would be no step.
     """
     each = runs_of(runs, MAX_RUNS if ax is None else 1)
-    with style.styled():
+    with style.styled(ax):
         if isinstance(runs, Run) or ax is not None:
             panels = np.array([style.only_axes(ax, 2.5)])
         else:
@@ -121,7 +121,7 @@ def gantt(
         chosen &= lives["request_id"].isin(list(request_ids))
     rows = lives[chosen].sort_values("arrival_s", kind="stable").head(max_rows).reset_index(drop=True)
     away = absences(source) if isinstance(source, Run) and (source.path / DECISIONS_FILE).is_file() else None
-    with style.styled():
+    with style.styled(ax):
         axes = style.only_axes(ax, 1.1 + 0.13 * max(min(len(rows), 80), 4))
         if rows.empty:
             style.say_empty(axes, "no request is in the system then")
@@ -235,7 +235,7 @@ def preemption_scatter(
     stay_s = (numbers(requests, "finish_ns") - numbers(requests, "first_scheduled_ns")) / 1e9
     done = requests["finish_reason"].isin(COMPLETED).to_numpy() & ~np.isnan(stay_s)
     classes = dict(zip(_TIMES, (times == 0, times == 1, (times == 2) | (times == 3), times >= 4), strict=True))
-    with style.styled():
+    with style.styled(ax):
         axes = style.only_axes(ax, 3.3)
         if not done.any():
             style.say_empty(axes, "no request finished")

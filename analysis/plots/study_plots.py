@@ -2,7 +2,8 @@
 
 Runs are a `Run`, a `Sweep`, a list of runs, or a mapping from labels to runs.
 Without data (no request finished, no decode, one request) a panel is empty and states that, without a warning.
-is_narrow: for a phone, with the panels one below the other.
+is_narrow: for a phone, with the panels one below the other. ax: Axes of the caller's, as many as there are panels, row
+by row; they get no legend, but labels for one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from analysis.measures.survival import km_steps
 from analysis.plots import style
 from analysis.plots.curves import MAX_POINTS, Engine, engines_of, thin, total
 from analysis.plots.sources import MAX_RUNS, require, runs_of
-from analysis.plots.style import AxesArray
+from analysis.plots.style import AxesArray, OwnAxes
 from analysis.reading.frames import numbers
 from analysis.reading.rows import FloatArray
 
@@ -35,47 +36,50 @@ _FLAT = 5.0  # percent: a curve of KV usage below it is hardly seen, so its maxi
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 
 
-def latency_cdf(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
+def latency_cdf(runs: Runs, *, is_narrow: bool = False, ax: OwnAxes | None = None) -> AxesArray:
     """Distribution functions of TTFT, TPOT and E2E, one curve for each run; Kaplan-Meier's if requests are censored.
 
     If a curve ends below 1, requests were not finished (or not started) when the run ended. Returns Axes `[3]`.
     """
     runs = runs_of(runs)
-    with style.styled():
+    with style.styled(ax):
         height_in = style.height(2.3, 3, list(runs), is_narrow=is_narrow)
-        figure, (panels,) = style.grid(1, 3, height_in, is_narrow=is_narrow, sharey=True)
+        figure, (panels,) = style.grid(1, 3, height_in, is_narrow=is_narrow, ax=ax, sharey=True)
         samples = [samples_of(*run.counted)[0] for run in runs.values()]  # of the requests that the summaries count
         for axes, (name, title) in zip(panels, LATENCIES.items(), strict=True):
-            _cdf_panel(axes, [one[name] for one in samples], title)
+            _cdf_panel(axes, {label: one[name] for label, one in zip(runs, samples, strict=True)}, title)
         for axes in panels if is_narrow else panels[:1]:
             axes.set_ylabel("share of requests")
         handles = [style.line_handle(**style.series_style(index)) for index in range(len(runs))]
-        style.legend_below(figure, handles, list(runs))
+        if ax is None:
+            style.legend_below(figure, handles, list(runs))
     return cast(AxesArray, panels)
 
 
-def _cdf_panel(axes: Axes, samples: Sequence[tuple[FloatArray, FloatArray]], title: str) -> None:
+def _cdf_panel(axes: Axes, samples: Mapping[str, tuple[FloatArray, FloatArray]], title: str) -> None:
     """samples: (observed, NaN for none; censored) values of each run, in seconds."""
     axes.set_title(title)
-    curves = [(observed[~np.isnan(observed)], censored) for observed, censored in samples]
-    everything = np.concatenate([np.empty(0), *[observed for observed, _ in curves]])
+    curves = {label: (observed[~np.isnan(observed)], censored) for label, (observed, censored) in samples.items()}
+    everything = np.concatenate([np.empty(0), *[observed for observed, _ in curves.values()]])
     if not everything.size:
         style.say_empty(axes, "no request has one")
         axes.set_xlabel(f"{title} (ms)")
         return
     factor, unit = style.time_unit(everything)
-    for index, (observed, censored) in enumerate(curves):
+    for index, (label, (observed, censored)) in enumerate(curves.items()):
         if observed.size:
             values, cdf = km_steps(observed, censored)
             keep = np.unique(np.linspace(0, values.size - 1, MAX_POINTS).astype(int))
-            x = np.append(values[keep[0]], values[keep]) * factor
-            axes.plot(x, np.append(0.0, cdf[keep]), drawstyle="steps-post", **style.series_style(index))
+            x, look = np.append(values[keep[0]], values[keep]) * factor, style.series_style(index)
+            axes.plot(x, np.append(0.0, cdf[keep]), drawstyle="steps-post", label=style.literal(label), **look)
     style.log_if_wide(axes.xaxis, everything * factor, ratio=5.0)
     axes.set_ylim(0.0, 1.02)
     axes.set_xlabel(f"{title} ({unit})")
 
 
-def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]], *, is_narrow: bool = False) -> AxesArray:
+def throughput_latency(
+    arms: Sweep | Mapping[str, Sequence[Run]], *, is_narrow: bool = False, ax: OwnAxes | None = None
+) -> AxesArray:
     """P99 TTFT and P99 TPOT over the completed requests/s, with a curve for each arm and a point for each load.
 
     Runs of one load (equal `trace.*` settings except seeds and the keys in `report.replicates`) are replicates: a point
@@ -88,22 +92,23 @@ def throughput_latency(arms: Sweep | Mapping[str, Sequence[Run]], *, is_narrow: 
     every = [run for runs in arms.values() for run in runs]
     loads = load_keys(every, stated_replicates(every))
     panels_of = {"ttft_s": "P99 TTFT", "tpot_s": "P99 TPOT"}
-    with style.styled():
+    with style.styled(ax):
         height_in = style.height(2.5, 2, list(arms), is_narrow=is_narrow)
-        figure, (panels,) = style.grid(1, 2, height_in, is_narrow=is_narrow)
+        figure, (panels,) = style.grid(1, 2, height_in, is_narrow=is_narrow, ax=ax)
         for axes, (name, title) in zip(panels, panels_of.items(), strict=True):
             points = {label: _load_points(runs, name, loads) for label, runs in arms.items()}
             known = np.array([row["mean"] for rows in points.values() for row in rows if row["mean"] is not None])
             factor, unit = style.time_unit(known)
-            for index, rows in enumerate(points.values()):
-                _load_curve(axes, rows, factor, index)
+            for index, (label, rows) in enumerate(points.items()):
+                _load_curve(axes, rows, factor, index, label)
             style.log_if_wide(axes.yaxis, known * factor, ratio=8.0)
             if not known.size:
                 style.say_empty(axes, "not reached")
             axes.set_xlabel("completed requests per second")
             axes.set_ylabel(f"{title} ({unit})")
         handles = [style.line_handle(marker=style.marker(i), **style.series_style(i)) for i in range(len(arms))]
-        style.legend_below(figure, handles, list(arms))
+        if ax is None:
+            style.legend_below(figure, handles, list(arms))
     return cast(AxesArray, panels)
 
 
@@ -120,11 +125,11 @@ def _load_points(runs: Sequence[Run], name: str, loads: Sequence[str]) -> list[d
     return sorted(points, key=lambda point: (point["offered"], point["rate"]))
 
 
-def _load_curve(axes: Axes, rows: Sequence[Mapping[str, Any]], factor: float, index: int) -> None:
+def _load_curve(axes: Axes, rows: Sequence[Mapping[str, Any]], factor: float, index: int, label: str) -> None:
     look = style.series_style(index)
     reached = [row for row in rows if row["mean"] is not None]
     x, y = [row["rate"] for row in reached], [row["mean"] * factor for row in reached]
-    axes.plot(x, y, marker=style.marker(index), **look)
+    axes.plot(x, y, marker=style.marker(index), label=style.literal(label), **look)
     for row in reached:
         if len(row["values"]) > 1:
             span = [min(row["values"]) * factor, max(row["values"]) * factor]
@@ -134,7 +139,7 @@ def _load_curve(axes: Axes, rows: Sequence[Mapping[str, Any]], factor: float, in
     axes.plot(lost, [0.97] * len(lost), transform=edge, marker="^", linestyle="none", color=look["color"])
 
 
-def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
+def timeline(runs: Runs, *, is_narrow: bool = False, ax: OwnAxes | None = None) -> AxesArray:
     """KV usage and queue over time, one column for each of at most MAX_RUNS runs. Ticks at the top edge of the lower
     panel are steps that preempted.
 
@@ -142,13 +147,13 @@ def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
     usage. Returns Axes `[2, num_runs]`.
     """
     runs = runs_of(runs, MAX_RUNS)
-    with style.styled():
+    with style.styled(ax):
         num = max(len(runs), 1)
         width = _PAGE // (2 if is_narrow else num)
         titles = style.folded(list(runs), width)
         more_lines = max((title.count("\n") for title in titles), default=0)
         height_in = 3.2 * num + 0.6 if is_narrow else 3.5 + 0.15 * more_lines
-        figure, both = style.grid(2, num, height_in, is_narrow=is_narrow, sharex=True, sharey="row")
+        figure, both = style.grid(2, num, height_in, is_narrow=is_narrow, ax=ax, sharex=True, sharey="row")
         upper, lower = both
         fleets = {label: engines_of(run) for label, run in runs.items()}
         last_s = max((float(one.until[-1]) / 1e9 for engines in fleets.values() for one in engines), default=0.0)
@@ -162,10 +167,11 @@ def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
                 lower[column].set_ylabel("requests")
             if not is_narrow or column == num - 1:
                 style.name_clock(lower[column].xaxis, last_s, width)
-        upper[0].set_ylim(0, 105)
-        if not any(axes.dataLim.y1 > 0.0 for axes in lower):
-            lower[0].set_ylim(-0.05, 1.05)
-        lower[0].yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        for above, below in zip(upper, lower, strict=True):
+            above.set_ylim(0, 105)
+            if not any(axes.dataLim.y1 > 0.0 for axes in lower):
+                below.set_ylim(-0.05, 1.05)
+            below.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         swapped = any((numbers(run.steps, "num_swapped") > 0).any() for run in runs.values())
         looks = _QUEUES if swapped else {name: look for name, look in _QUEUES.items() if name != "swapped"}
         handles: dict[str, Any] = {name: style.line_handle(**look) for name, look in looks.items()}
@@ -173,7 +179,8 @@ def timeline(runs: Runs, *, is_narrow: bool = False) -> AxesArray:
             handles["preemption"] = style.line_handle(color=style.BLACK, marker="|", linestyle="none", markersize=7)
         if any(num_replicas(run) > 1 for run in runs.values()):
             handles["range over replicas"] = Patch(**_BAND)
-        style.legend_below(figure, list(handles.values()), list(handles))
+        if ax is None:
+            style.legend_below(figure, list(handles.values()), list(handles))
     return both
 
 
@@ -191,13 +198,14 @@ def _timeline_column(upper: Axes, lower: Axes, run: Run, engines: Sequence[Engin
         counts = [numbers(engine.steps, f"num_{name}") for engine in engines]
         if name != "swapped" or any(count.any() for count in counts):
             level = total([engine.level(count) for engine, count in zip(engines, counts, strict=True)])
-            lower.plot(*thin(level.times_s, level.values), drawstyle="steps-post", **look)
+            lower.plot(*thin(level.times_s, level.values), drawstyle="steps-post", label=name, **look)
     marks = np.concatenate([engine.preemptions_s for engine in engines])
     last_s = max(float(engine.until[-1]) for engine in engines) / 1e9
     marks = np.unique(marks.round(max(0, 3 - int(np.log10(max(last_s, 1.0))))))
     edge = lower.get_xaxis_transform()
     if marks.size:  # the layout treats the missing extent of an empty, unclipped line as infinite
-        lower.plot(marks, [1.0] * marks.size, "|", transform=edge, color=style.BLACK, markersize=7, clip_on=False)
+        look = {"color": style.BLACK, "markersize": 7, "clip_on": False, "label": "preemption"}
+        lower.plot(marks, [1.0] * marks.size, "|", transform=edge, **look)
 
 
 def _usage_panel(axes: Axes, run: Run, engines: Sequence[Engine]) -> None:

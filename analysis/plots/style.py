@@ -34,6 +34,7 @@ from testbed.foreign_text import shown
 from testbed.output import whole_file
 
 AxesArray = NDArray[np.object_]
+OwnAxes = Axes | Sequence[Axes] | AxesArray
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, BROWN, GREY = "#E69F00", "#56B4E9", "#000000", "#8B5A2B", "#8A8A8A"
@@ -76,6 +77,7 @@ STYLE: dict[str, Any] = {
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
     "savefig.dpi": 200,
+    "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
     "svg.fonttype": "path",
     "svg.hashsalt": "llm-serving-testbed",
     "hatch.linewidth": 0.5,
@@ -83,9 +85,10 @@ STYLE: dict[str, Any] = {
 }
 
 
-def styled() -> Any:
-    """A context in which this style holds; it restores the global rcParams at its end."""
-    return mpl.rc_context(cast(Any, STYLE))
+def styled(ax: object = None) -> Any:
+    """A context in which this style holds; it restores the global rcParams at its end. In axes of the caller's, `ax`,
+    these hold."""
+    return mpl.rc_context(cast(Any, STYLE if ax is None else {}))
 
 
 @contextmanager
@@ -106,11 +109,18 @@ def of_others() -> Iterator[None]:
 
 
 def grid(
-    num_rows: int, num_columns: int, height_in: float, *, is_narrow: bool = False,
+    num_rows: int, num_columns: int, height_in: float, *, is_narrow: bool = False, ax: OwnAxes | None = None,
     height_ratios: Sequence[float] | None = None, **options: Any,
 ) -> tuple[Figure, AxesArray]:  # fmt: skip
     """A figure of a page's width with axes `[num_rows, num_columns]`. is_narrow: of a phone's width, with each column
-    below the one before. Call it inside `styled()`."""
+    below the one before. ax: the caller's own, row by row, which are taken instead. Call it inside `styled()`."""
+    if ax is not None:
+        own = np.ravel(np.asarray(ax, dtype=object))
+        if own.size != num_rows * num_columns or not all(isinstance(one, Axes) for one in own):
+            raise ConfigError(
+                f"ax is {shown(ax)}; this plot has {num_rows * num_columns} panels, and needs as many Axes"
+            )
+        return cast(Figure, own[0].get_figure()), own.reshape(num_rows, num_columns)
     size: dict[str, Any] = {"figsize": (PHONE_IN if is_narrow else WIDTH_IN, height_in), "layout": "constrained"}
     if mpl.is_interactive():
         from matplotlib import pyplot  # slow to import, but already loaded
@@ -170,12 +180,17 @@ def marker(index: int) -> str:
     return MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
 
 
-def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[Path, Path]:
-    """Writes the figure, given by itself or by the axes that a plot returned, to `<stem>.png` and `<stem>.svg`. The
-    files are reproducible byte for byte. Returns both paths. Raises ConfigError for what is neither."""
+_UNDATED = {"png": ("Software",), "svg": ("Date", "Creator"), "pdf": ("CreationDate", "Creator", "Producer")}
+
+
+def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[Path, ...]:
+    """Writes the figure, given by itself or by the axes that a plot returned, to `<stem>.png` and `<stem>.svg`, or to
+    the one file that ends in .pdf, .png or .svg. The files are reproducible byte for byte. Returns their paths. Raises
+    ConfigError for what is neither."""
     stem, figure = Path(stem), figure_of(drawn)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
+    is_one = stem.suffix[1:].lower() in _UNDATED
+    files = (stem,) if is_one else (stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg"))
     layout, dpi = figure.get_layout_engine(), figure.dpi
     with styled(), _boxes_said_once():
         if layout is not None:
@@ -183,12 +198,12 @@ def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[P
             layout.execute(figure)
             figure.dpi = dpi
         figure.set_layout_engine(None)  # with one, Matplotlib lays out and draws in full before it draws each file
-        with whole_file(png) as part:
-            figure.savefig(part, format="png", metadata={"Software": None})
-        with whole_file(svg) as part:
-            figure.savefig(part, format="svg", metadata={"Date": None, "Creator": None})
+        for file in files:
+            kind = file.suffix[1:].lower()
+            with whole_file(file) as part:
+                figure.savefig(part, format=kind, metadata=dict.fromkeys(_UNDATED[kind]))
         figure.set_layout_engine(layout)
-    return png, svg
+    return files
 
 
 _boxes: set[str] = set()  # characters of which was said that they are drawn as boxes

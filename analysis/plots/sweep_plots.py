@@ -97,7 +97,7 @@ def pareto(
     values = np.array([[point.mean(x), point.mean(y)] for point in shown]).reshape(-1, 2)
     front = sorted(_front(-values * [signs[x], signs[y]]), key=lambda place: values[place, 0])
     names = [level_names({key: shown[place].levels[key] for key in keys}) or "all runs" for place in front]
-    with style.styled():
+    with style.styled(ax):
         axes = style.only_axes(ax, 3.0 + style.legend_height(names, 0.77 * style.WIDTH_IN))
         if not shown:
             style.say_empty(axes, "no configuration reaches both")
@@ -221,7 +221,7 @@ def heatmap(
             others = ", ".join(key for key in keys if key not in chosen)
             raise ConfigError(f"a cell has runs that differ in {others}, too; choose one: frame[frame[key] == value]")
         cells[at] = point.values[metric]
-    with style.styled():
+    with style.styled(ax):
         axes = style.only_axes(ax, 1.2 + 0.38 * len(rows))
         _draw_cells(axes, cells, metric_of(metric), len(rows), len(columns))
         axes.set_xticks(range(len(columns)), [style.literal(fmt.plain(level)) for level in columns])

@@ -67,7 +67,7 @@ def difference_text(metric: Metric, difference: float) -> str:
 def bounds_text(comparison: Comparison) -> str:
     """The 95 % interval: "[−28, −18]" in percent or points, "by [low, high]" for other differences; "" without one."""
     estimate = comparison.estimate
-    if estimate is None or not _has_bounds(comparison):
+    if estimate is None or not has_bounds(comparison):
         return ""
     if estimate.scale == "difference":
         low, high = (difference_text(comparison.metric, end) for end in (estimate.low, estimate.high))
@@ -79,14 +79,15 @@ def bounds_text(comparison: Comparison) -> str:
     return f"[{low},{fmt.SPACE}{high}]"
 
 
-def _has_bounds(comparison: Comparison) -> bool:
+def has_bounds(comparison: Comparison) -> bool:
+    """Whether the change has an interval that says something."""
     return comparison.verdict not in ("identical", "unknown")
 
 
 def _written(comparison: Comparison) -> list[str]:
     """A relative change, and its interval if it has one, in the same notation (percent or factors)."""
     assert comparison.estimate is not None
-    return fmt.changes(comparison.estimate.percent()[: 3 if _has_bounds(comparison) else 1])
+    return fmt.changes(comparison.estimate.percent()[: 3 if has_bounds(comparison) else 1])
 
 
 def interval_text(comparison: Comparison) -> str:

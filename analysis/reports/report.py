@@ -65,6 +65,7 @@ from analysis.reports.classes import class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
 from analysis.reports.figures import change_bars, main_figure, own_plots, run_plots
 from analysis.reports.first_screen import MAX_SENTENCES, answer
+from analysis.reports.numbers import FILE, comparisons_frame
 from analysis.reports.parts import (
     DEFAULT_MARGIN,
     OwnPlot,
@@ -98,6 +99,8 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     ):
         sections = Sections(path, Path(part), bar.update)
         html, markdown = _pages(report, sections)
+        if len(numbers := comparisons_frame(sections.compared)):
+            numbers.to_csv(sections.part / FILE, index=False)
         with written(path) as page, written(path.with_suffix(".md")) as plain_page:
             for file, text in ((page, html), (plain_page, markdown)):
                 file.write(text)

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot
 
 from analysis.load import flatten
 from experiments import simulate
@@ -41,6 +42,8 @@ def test_the_pages_python_runs_and_draws_every_plot(
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.+?)```", TEXT, re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), names)
+    pyplot.close("all")  # what a later test draws must not go into them
+    assert (tmp_path / "figures" / "load.pdf").is_file()
     pictures = {path.stem for path in (tmp_path / "figures").glob("*.svg")}
     assert pictures == set(re.findall(r'"figures/(\w+)"', TEXT))
     printed = capsys.readouterr().out.splitlines()

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 
+import pandas as pd
 import pytest
 
 from analysis import format as fmt
@@ -186,7 +187,8 @@ def test_of_two_reports_into_one_place_at_once_each_is_whole(tmp_path, monkeypat
 def test_figures_lie_beside_the_page_in_both_formats(page):
     files = {path.name for path in page.with_name("report_files").iterdir()}
     stems = {"latency_cdf", "timeline", "ablation_0", "sim_versus_real"}
-    assert files == {f"{stem}{size}.{kind}" for stem in stems for size in ("", "_narrow") for kind in ("png", "svg")}
+    figures = {f"{stem}{size}.{kind}" for stem in stems for size in ("", "_narrow") for kind in ("png", "svg")}
+    assert files == figures | {"comparisons.csv"}
     for target in re.findall(r"!\[.*?\]\((.*?)\)", page.with_suffix(".md").read_text()):
         assert (page.parent / target).exists()
 
@@ -415,3 +417,22 @@ def test_one_point_of_a_sweep_is_reported_without_the_baseline_of_the_sweep(tmp_
     assert "nothing is compared" in page.read_text()
     with pytest.raises(RunFolderError, match="baseline 'yet another': no arm is called so"):
         report_from_folders([folder], tmp_path / "named.html", baseline="yet another")
+
+
+def test_each_change_of_the_tables_is_a_row_of_numbers(page):
+    rows = pd.read_csv(page.with_name("report_files") / "comparisons.csv")
+    text = page.with_suffix(".md").read_text()
+    by_arm = rows[rows.baseline.notna() & rows["class"].isna()]
+    assert by_arm.groupby("arm").size().tolist() == [9, 9, 9], "arms x metrics"
+    steps = {arm.partition(", with ")[0] for arm in rows[rows.baseline.isna()].arm}
+    assert steps == {"scheduler decode_first instead of prefill_first", "prefix caching on instead of off"}
+    assert set(rows["class"].dropna()) == {"tenant a", "tenant b"}
+    known = rows[(rows.unit == "%") & rows.low.notna()]
+    assert len(known) > 20
+    for row in known.itertuples():
+        change, low, high = (end.removesuffix(f"{fmt.SPACE}%") for end in fmt.changes((row.change, row.low, row.high)))
+        between = "<br>" if pd.isna(row.baseline) else " "
+        assert f"{change}{fmt.SPACE}%{between}[{low},{fmt.SPACE}{high}]" in text, row
+        assert row.verdict.partition(" ")[0] in text
+    assert (rows.p_corrected.dropna() >= rows.p[rows.p_corrected.notna()]).all()
+    assert (known[known.p_corrected < 0.05].verdict != "inside the noise").all()

@@ -36,6 +36,11 @@ _REPEAT = "run its command again with overwrite=true, or that of its sweep as it
 _MARKS = ("manifest.json", "requests.parquet", "steps.parquet", "run.log")
 
 
+def _in_notebook(self: object, **_: object) -> dict[str, str]:
+    """What a notebook's cell shows of an object: what `print` does."""
+    return {"text/plain": str(self)}
+
+
 @dataclass(frozen=True)
 class Run:
     """One run; `print(run)` shows the main facts. The frames are read on first use and have the columns of
@@ -131,6 +136,8 @@ class Run:
     def __str__(self) -> str:
         return "\n".join(run_lines(self))
 
+    _repr_mimebundle_ = _in_notebook
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -169,6 +176,8 @@ class Sweep:
 
     def __str__(self) -> str:
         return "\n".join(sweep_lines(self.path, self.runs, self.incomplete, self.swept))
+
+    _repr_mimebundle_ = _in_notebook
 
     def _names(self, run: Run) -> dict[str, Any]:
         values = {key: as_cell(run.flat_config.get(key)) for key in self.swept}

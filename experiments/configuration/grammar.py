@@ -76,9 +76,10 @@ def literal(value: Any, key: str = "a value") -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(literal(item, key) for item in value) + "]"
     if not isinstance(value, str | PathLike | Number):
+        name = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else "mine.Order"
         raise ConfigError(
             f"{key} is {shown(value)}; give a number, a string, a list or a dict. A class of your own goes by its "
-            "name, as {'_target_': 'mine.Order'} (docs/extending.md)"
+            f"name, as {{'_target_': '{name}'}} (docs/extending.md)"
         )
     text = str(value)
     if isinstance(value, Number) or (text.isascii() and text.replace("_", "").replace(".", "").isalnum()):

@@ -176,6 +176,8 @@ def test_five_lines_say_what_a_run_and_a_sweep_are(two_sweeps):
     assert len(repr(run)) < 200, "the configuration is not in it"
     write_run(two_sweeps / "cut", num_requests=30, stop_s=1.0)
     assert "PARTIAL" in str(analysis.load(two_sweeps / "cut"))
+    for shown in (run, analysis.load(two_sweeps)):
+        assert shown._repr_mimebundle_(include=None, exclude=None) == {"text/plain": str(shown)}, "in a notebook"
     lines = str(analysis.load(two_sweeps)).splitlines()
     assert len(lines) <= 5
     assert "4 runs; 1 left out" in lines[0]

@@ -85,6 +85,7 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
     refuse_overwrite(target, config.overwrite, "folder", "overwrite=True")
     if edited := edited_since_import(config):
         warnings.warn(edited, RuntimeWarning, stacklevel=3)
+    was_pressed()  # forgets what came late in an earlier call
     result = execute(config, target, command=command, origin=Origin.of(overrides), trace=rows)
     if was_pressed() or result.exit_status == INTERRUPTED:
         raise KeyboardInterrupt(result.message)

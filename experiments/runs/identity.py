@@ -82,15 +82,14 @@ def edited_since_import(config: RunConfig) -> str:
     for _, target in named_classes(config.raw):
         with suppress(ConfigError):  # the error comes where the class is made
             imported("", target)
-    edited = []
-    for name, content in identity_of(config).classes.items():
-        if name in _RUNNING and _of_path(_RUNNING[name][1]) != content:
-            edited.append(name)
+    made = identity_of(config).classes
+    edited = [name for name in made if name in _RUNNING and _of_path(_RUNNING[name][1]) != made[name]]
     if not edited:
         return ""
-    first = edited[0]
-    how = "" if first == "__main__" else f"importlib.reload(sys.modules[{first!r}]) takes the new one, as does "
-    return f"{_RUNNING[first][1]} has changed since it was imported, and what runs is the old one; {how}a new Python"
+    return (
+        f"{_RUNNING[edited[0]][1]} has changed since it was imported, and what runs is the old one; a new Python takes "
+        f"the new one, as does importlib.reload(sys.modules[{edited[0]!r}])"
+    )
 
 
 def _differing(kept: Any, now: dict[str, str]) -> list[str]:

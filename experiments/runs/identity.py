@@ -69,11 +69,9 @@ class Identity:
 def identity_of(config: RunConfig) -> Identity:
     """Returns the identity of a configuration; reads the files that it names, each only once unless it changes."""
     decides = {key: value for key, value in config.raw.items() if key not in JUDGING}
-    classes: dict[str, str] = {}
-    for _, target in named_classes(decides):
-        classes |= _class_files(target)
     files = {name: _of_path(Path(name)) for name in sorted(set(_names_of_files(decides)))}
-    return Identity(_of_tree(decides), files, classes, source_hash(), describe_versions()["llm-serving-testbed"])
+    version = describe_versions()["llm-serving-testbed"]
+    return Identity(_of_tree(decides), files, _classes_in(decides), source_hash(), version)
 
 
 def edited_since_import(config: RunConfig) -> str:
@@ -82,7 +80,7 @@ def edited_since_import(config: RunConfig) -> str:
     for _, target in named_classes(config.raw):
         with suppress(ConfigError):  # the error comes where the class is made
             imported("", target)
-    made = identity_of(config).classes
+    made = _classes_in(config.raw)
     edited = [name for name in made if name in _RUNNING and _of_path(_RUNNING[name][1]) != made[name]]
     if not edited:
         return ""
@@ -148,6 +146,11 @@ def _of_content(path: Path, size: int, mtime_ns: int) -> str:
 
 
 # --- the user's classes ---
+
+
+def _classes_in(tree: Any) -> dict[str, str]:
+    """Returns {module: hash} for the classes that a configuration names."""
+    return {name: content for _, target in named_classes(tree) for name, content in _class_files(target).items()}
 
 
 def _class_files(target: str) -> dict[str, str]:

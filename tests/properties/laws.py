@@ -72,7 +72,7 @@ def check_steps_of_their_own(shadow: Shadow, plan: BatchPlan) -> None:
     places = [member.place for member in shadow.members.values()]
     assert not (plan.preempted and plan.swapped_in), "swaps in what it took away, or takes away what it swapped in"
     may_go_on = setup.options.get("admits_after_preemption") or setup.composition == "prefill_decode_split"
-    if "preemptive" not in setup.queue and "mlfq" not in setup.queue and not may_go_on:
+    if not setup.has_preemptive_queue and not may_go_on:
         assert not (plan.preempted and plan.admitted), "admits in a step that preempted"
     if setup.composition == "static":
         assert not (plan.admitted and ("running" in places or "swapped" in places)), "a batch is not over"

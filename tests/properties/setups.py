@@ -23,6 +23,7 @@ from tests.properties.policies import (
     ADMISSIONS,
     COMPOSITIONS,
     EVICTIONS,
+    NAMED_EVICTIONS,
     NEED_AN_ORACLE,
     OPTIONS,
     ORACLES,
@@ -104,6 +105,12 @@ class Setup:
     def ends_alone(self) -> bool:
         """Whether first come, first served and the default victim promise that everything ends."""
         return self.queue == "fcfs" and self.victim == "most_recently_admitted"
+
+    @property
+    def has_preemptive_queue(self) -> bool:
+        """Whether running sequences may be stopped for the head of the queue."""
+        queue = QUEUES[self.queue]()
+        return getattr(queue, "is_preemptive", hasattr(queue, "yields"))
 
     @property
     def ids_decide(self) -> bool:
@@ -223,7 +230,7 @@ def _random_policies(rng: random.Random, rules: KVRules) -> dict[str, str]:
         "preemption": rng.choice((*PREEMPTIONS, "swap")),
         "victim": "most_recently_admitted" if rng.random() < 0.4 else rng.choice(tuple(VICTIMS)),
         "oracle": rng.choice(tuple(ORACLES)),
-        "eviction": rng.choice(("lru", "fifo", "lfu", "cost_aware")),
+        "eviction": rng.choice(NAMED_EVICTIONS),
     }
     if rules.free_order == "one_queue":
         chosen["eviction"] = "lru"

@@ -19,7 +19,7 @@ from testbed.blocks.config import KVRules
 from testbed.core.limits import Limits
 from testbed.core.scheduler import Scheduler
 from tests.properties.life import Life, random_life
-from tests.properties.policies import COMPOSITIONS, PREEMPTIONS, QUEUES, VICTIMS
+from tests.properties.policies import COMPOSITIONS, NAMED_EVICTIONS, PREEMPTIONS, QUEUES, VICTIMS
 from tests.properties.setups import Setup, presets, random_setup
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +171,7 @@ def test_what_a_victim_was_to_compute_in_the_same_step_is_never_hit(victim: str)
             num_cpu_blocks=0,
             preemption="recompute",
             victim=victim,
-            eviction=rng.choice(("lru", "fifo", "lfu", "cost_aware")),
+            eviction=rng.choice(NAMED_EVICTIONS),
         )
         life = Life(setup, rng)
         for _ in range(100):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.configuration.policies import GROUPS
 from testbed.blocks.eviction import FIFO, LFU, LRU, LRUByLastStep, evictor
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.core.plan import BatchShape
@@ -58,10 +59,8 @@ def drain(policy: EvictionPolicy) -> list[int]:
 
 
 EVERY = {
-    "lru": LRU,
+    **GROUPS["cache.eviction"],
     "lru_by_last_step": LRUByLastStep,
-    "fifo": FIFO,
-    "lfu": LFU,
     "cost_aware": lambda: bound(CostAware()),
     "cost_aware_priced": lambda: bound(CostAware(), PricePerDepth()),
 }

@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.configuration.policies import GROUPS
 from testbed.blocks.config import KVRules
 from testbed.blocks.demand import AllocStatus
-from testbed.blocks.eviction import FIFO, LFU, LRU
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import PrefixHit
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
-from testbed.policies.cost_aware import CostAware
 from testbed.policies.oracle import NoOracle
 from tests.testbed.core_kit import make_blocks, make_limits, make_request
 from tests.testbed.kv_kit import compute, num_hit, sequence
@@ -49,13 +48,13 @@ class World:
             allocate=rng.choice(("whole", "chunk")), hits_visible=rng.choice(("commit", "allocation")),
             hit_cap=rng.choice(("last_block", "last_token")), free_order=rng.choice(("uncached_first", "one_queue")),
         )  # fmt: skip
-        eviction: EvictionPolicy = rng.choice((LRU, FIFO, LFU, CostAware))()
+        eviction: EvictionPolicy = rng.choice([*GROUPS["cache.eviction"].values()])()
         self.keys = Counting(block_size, are_unique=lists_late)
         self.blocks = make_blocks(
             num_blocks=NUM_BLOCKS, num_cpu_blocks=8, block_size=block_size, rules=rules, eviction=eviction,
             key_source=self.keys, sliding_window=rng.choice((None, None, 5)),
         )  # fmt: skip
-        if isinstance(eviction, CostAware):
+        if hasattr(eviction, "bind"):
             eviction.bind(PolicyContext(self.blocks, make_limits(), NoOracle(), None, 0))
         self.num_tokens = rng.choice((2, 2, 4))  # different ones: the fewer, the more is shared
         self.running: list[Sequence] = []

@@ -44,20 +44,14 @@ from testbed.specs.hf_config import load_hf_config, recommended
 from testbed.specs.model import KV_DTYPE_BYTES, ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generator_config import SyntheticConfig
+from testbed.traces.readers import READERS
 
 TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
+    **dict.fromkeys(READERS, TraceConfig),
     "synthetic": SyntheticTraceConfig,
-    "azure": TraceConfig,
-    "burstgpt": TraceConfig,
     "mooncake": MooncakeTraceConfig,
-    "bailian": TraceConfig,
     "sharegpt": ShareGPTTraceConfig,
-    "servegen": TraceConfig,
-    "lengths": TraceConfig,
     "agentic": AgenticTraceConfig,
-    "jsonl": TraceConfig,
-    "csv": TraceConfig,
-    "parquet": TraceConfig,
 }
 TRACE_PARTS: dict[str, tuple[type, ...]] = {  # dataclasses of a trace's own component, whose fields become keys too
     "synthetic": (SyntheticConfig,), "lengths": (ArrivalConfig,), "agentic": (ArrivalConfig,)
@@ -314,7 +308,7 @@ def _refuse_unknown_key(key: str, raw: dict[str, Any]) -> None:
 
 def _refuse_strays(group: str, values: dict[str, Any]) -> None:
     """Raises ConfigError for a key that nothing reads, whether added with `+` or given in a file."""
-    if "_target_" in values and group not in _OF_CLASSES:
+    if "_target_" in values and group not in CLASSES:
         raise ConfigError(whole_class(group))
     if "_target_" in values:
         return  # a user's class has its own parameters
@@ -331,9 +325,6 @@ def _refuse_strays(group: str, values: dict[str, Any]) -> None:
             raise ConfigError(unknown(f"unknown key '{group}.{key}'", key, known))
 
 
-_OF_CLASSES = ("cost", "trace")  # groups that a class of the user's own may replace
-
-
 def whole_class(group: str) -> str:
     """Returns the error text for a class in place of a whole group."""
     if group == "scheduler":
@@ -341,7 +332,7 @@ def whole_class(group: str) -> str:
             "scheduler._target_: the scheduler is always the testbed's; a class of your own is one of its policies, as "
             "scheduler.queue_order={_target_: mine.Order} (docs/extending.md)"
         )
-    if group not in _OF_CLASSES:
+    if group not in CLASSES:
         return f"{group}._target_: no class of your own stands for {group}; give its keys (`testbed run --help`)"
     return (
         f"{group}._target_: {group} is a whole group, so a class of your own for it goes into a file of your own "

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from experiments.configuration.compose import compose_config
+from experiments.configuration.options import options
+from experiments.configuration.policies import GROUPS
+from testbed.core.sampling import SamplingParams
+from testbed.traces.transforms import TRANSFORMS
 from tests.experiments.kit import Say, decisions_of
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +59,20 @@ def test_every_file_that_a_page_names_or_links_is_there(page: Path) -> None:
             assert (ROOT / file).exists(), file
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("traces", [*options("trace"), *TRANSFORMS]),
+        ("cost-models", options("cost")),
+        ("simulator", GROUPS["backend.router"]),
+        ("sampling", [field.name for field in fields(SamplingParams)]),
+    ],
+)
+def test_a_page_names_all_that_can_be_chosen_there(page: str, names: Iterable[str]) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 # --- docs/vllm.md ---

@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from real.driver import Computed, Work
@@ -32,6 +32,11 @@ _STOOD_FOR = (  # arguments of vllm.LLM that are set by keys of the run
 _OWN_ONLY = (  # further arguments that only vLLM's own scheduler reads
     "scheduler_reserve_full_isl", "long_prefill_token_threshold_adaptive", "max_num_active_seqs",
     "max_num_scheduled_tokens", "prefill_schedule_interval",
+)  # fmt: skip
+
+_NOT_SENT = (  # sampling parameters of groups and prompts, which are refused, and of texts
+    "n", "best_of", "beam_width", "prompt_logprobs", "stop", "include_stop_str_in_output", "skip_special_tokens",
+    "length_penalty",
 )  # fmt: skip
 
 
@@ -239,13 +244,9 @@ def params_of(request: Request) -> Any:
         )
     if given.num_seqs > 1:
         raise RequestError("backend=vllm has no groups of sequences: set sampling.n=1, no best_of, no beam_width")
-    return vllm.SamplingParams(
-        temperature=given.temperature, top_p=given.top_p, top_k=max(0, given.top_k), min_p=given.min_p, seed=given.seed,
-        presence_penalty=given.presence_penalty, frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repetition_penalty, max_tokens=given.max_tokens, min_tokens=given.min_tokens,
-        ignore_eos=given.ignore_eos, stop_token_ids=list(given.stop_token_ids), logprobs=given.logprobs,
-        logit_bias=dict(given.logit_bias) or None, detokenize=False,
-    )  # fmt: skip
+    sent = {name: value for name, value in asdict(given).items() if name not in _NOT_SENT}
+    sent |= {"top_k": max(0, given.top_k), "stop_token_ids": list(given.stop_token_ids)}
+    return vllm.SamplingParams(**sent | {"logit_bias": dict(given.logit_bias) or None, "detokenize": False})
 
 
 def _started(own: dict[str, Any], given: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ import re
 import sys
 from array import array
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ import pytest
 
 from analysis.load import load_run
 from experiments.configuration.compose import compose_config
+from experiments.configuration.config import OF_TEXTS
 from experiments.configuration.on_device import check_in_vllm
 from experiments.runs.prepare import prepare_engine
 from experiments.runs.run import execute
 from experiments.wiring.build import Pools, build_scheduler
 from experiments.wiring.build_engine import build_vllm_backend, check_prompts
 from real.driver import run
+from real.vllm.backend import params_of
 from testbed.core.commands import Abort, Event, StepView
 from testbed.core.outcome import Spans
 from testbed.core.request import Request, SamplingParams
@@ -367,3 +370,13 @@ def test_vllm_is_told_of_salts(tmp_path: Path) -> None:
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
         backend.add(Request(f"r{name}", [1, 2, 3], cache_salt=name, sampling=sampling))
     assert [request.cache_salt for request in backend._llm.requests.values()] == [None, "own"]
+
+
+def test_vllm_is_given_every_sampling_parameter_but_those_of_groups_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "SamplingParams", lambda **given: given)
+    sampling = SamplingParams(temperature=0.5, top_k=-1, min_p=0.1, max_tokens=3, stop_token_ids=[5], logit_bias={7: 1})
+    given = params_of(Request("a", [1], sampling=sampling))
+    assert (given.pop("detokenize"), given["top_k"], given["logit_bias"]) == (False, 0, {7: 1})
+    assert (given["temperature"], given["min_p"], given["stop_token_ids"]) == (0.5, 0.1, [5])
+    others = {"n", "best_of", "beam_width", "length_penalty", "prompt_logprobs", *OF_TEXTS}
+    assert set(given) == {field.name for field in fields(SamplingParams)} - others

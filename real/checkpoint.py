@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -15,10 +16,6 @@ from testbed.errors import ModelError
 from testbed.specs.model import ModelSpec, RopeScaling
 from testbed.specs.quantization import PER_BLOCK, PER_TENSOR, Fp8Scheme
 
-MODEL_TYPES = {
-    "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "Qwen2ForCausalLM": "qwen2",
-    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt",
-}  # fmt: skip
 # fields of a spec that have the same name in config.json: of all models; of all but OPT; of experts
 SAME = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings",
@@ -64,7 +61,7 @@ def hf_config(spec: ModelSpec, scheme: Fp8Scheme | None = None) -> dict[str, obj
     """Returns the spec as a Hugging Face `config.json`, with the keys of transformers 4, which 5 reads too."""
     common = {
         "architectures": [spec.architecture],
-        "model_type": MODEL_TYPES[spec.architecture],
+        "model_type": re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", spec.architecture.removesuffix("ForCausalLM")).lower(),
         "torch_dtype": "bfloat16" if spec.dtype == "fp8" else spec.dtype,
         **_fields(spec, SAME),
     }

@@ -1,6 +1,6 @@
 """Llama 2 and 3, Mistral, Qwen2, Qwen3 and Qwen3-MoE: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
 
-All share one implementation; a Family describes how an architecture differs. If the spec has experts, they replace the
+All share one implementation; the spec says how an architecture differs. If it has experts, they replace the
 feed-forward. Mistral's sliding window is handled by the attention provider. Module names follow Hugging Face's, so that
 its checkpoints load by name.
 """
@@ -8,7 +8,6 @@ its checkpoints load by name.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,26 +25,16 @@ from testbed.specs.model import ModelSpec
 from testbed.specs.quantization import Fp8Scheme
 
 
-class Family(NamedTuple):
-    """How models of an architecture differ from Llama."""
-
-    normalizes_heads: bool = False  # RMSNorm of each query and key head (Qwen3)
-    has_qkv_bias: bool = False  # q, k, v have a bias, o has none (Qwen2); if False, attention_bias decides for all four
-
-
-LLAMA = Family()
-
-
 class LlamaAttention(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, scheme: Fp8Scheme | None) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None) -> None:
         super().__init__()
         head_dim, method = spec.head_dim, linear_method(scheme)
-        qkv_bias, o_bias = (True, False) if family.has_qkv_bias else (spec.attention_bias, spec.attention_bias)
+        qkv_bias, o_bias = spec.attention_biases
         self.qkv_proj = QKVParallel(spec, placement, bias=qkv_bias, method=method)
         attended = even_part(spec.num_attention_heads * head_dim, placement)
         self.o_proj = RowParallel(attended, spec.hidden_size, placement, bias=o_bias, method=method)
         self.q_norm, self.k_norm = (
-            RMSNorm(head_dim, spec.rms_norm_eps, placement) if family.normalizes_heads else None for _ in range(2)
+            RMSNorm(head_dim, spec.rms_norm_eps, placement) if spec.has_qk_norm else None for _ in range(2)
         )
 
     def forward(
@@ -84,10 +73,10 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, scheme: Fp8Scheme | None) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
-        self.self_attn = LlamaAttention(spec, placement, family, scheme)
+        self.self_attn = LlamaAttention(spec, placement, scheme)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
         self.mlp = (
             LlamaMLP(spec, placement, scheme)
@@ -114,10 +103,10 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, family: Family, scheme: Fp8Scheme | None) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, placement)
-        self.layers = nn.ModuleList(LlamaLayer(spec, placement, family, scheme) for _ in range(spec.num_hidden_layers))
+        self.layers = nn.ModuleList(LlamaLayer(spec, placement, scheme) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
         self.rotary = RotaryEmbedding(spec, placement.device)
 
@@ -137,9 +126,7 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(CausalLM):
     """See CausalLM for the shapes. scheme: quantisation of the layers' projections; None: they are not quantised."""
 
-    def __init__(
-        self, spec: ModelSpec, placement: Placement, family: Family = LLAMA, scheme: Fp8Scheme | None = None
-    ) -> None:
-        model = LlamaModel(spec, placement, family, scheme)
+    def __init__(self, spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None = None) -> None:
+        model = LlamaModel(spec, placement, scheme)
         tied_to = model.embed_tokens if spec.tie_word_embeddings else None
         super().__init__(model, LMHead(spec.vocab_size, spec.hidden_size, placement, tied_to))

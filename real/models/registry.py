@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from real.device import Placement
 from real.layers.activation import PLAIN
 from real.layers.rotary import ROPE_TYPES
 from real.models.interface import CausalLM
-from real.models.llama import Family, LlamaForCausalLM
+from real.models.llama import LlamaForCausalLM
 from real.models.opt import OPTForCausalLM
 from testbed.errors import ConfigError, ModelError
 from testbed.specs.hf_config import load_hf_config, read_hf_config, uneven_layers
@@ -19,14 +18,13 @@ from testbed.specs.quantization import PER_BLOCK, Fp8Scheme, fp8_scheme
 
 MOE = "Qwen3MoeForCausalLM"
 MODELS: dict[str, Callable[..., CausalLM]] = {
-    "Qwen3ForCausalLM": partial(LlamaForCausalLM, family=Family(normalizes_heads=True)),
-    MOE: partial(LlamaForCausalLM, family=Family(normalizes_heads=True)),
-    "Qwen2ForCausalLM": partial(LlamaForCausalLM, family=Family(has_qkv_bias=True)),
+    "Qwen3ForCausalLM": LlamaForCausalLM,
+    MOE: LlamaForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,
 }
-LEARNED_POSITIONS = ("OPTForCausalLM",)
 SILENT = ("architecture", "hidden_act", "sliding_window")
 SILENT_OF_ROPE = (*SILENT, "rms_norm_eps", "rope_theta", "rope_scaling")
 SILENT_OF_EXPERTS = (*SILENT_OF_ROPE, "num_experts_per_tok", "norm_topk_prob")
@@ -74,7 +72,7 @@ def check_supported(
         _check_agrees(spec, spec.path)
     _check_window(spec, where, sliding_window)
     _check_ranks(spec, num_ranks)
-    if spec.architecture in LEARNED_POSITIONS and (max_model_len or 0) > spec.max_position_embeddings:
+    if not spec.has_rotary and (max_model_len or 0) > spec.max_position_embeddings:
         raise ConfigError(
             f"the longest sequence is set to {max_model_len} tokens, and model {spec.name} has learned positions for "
             f"{spec.max_position_embeddings}; lower scheduler.max_model_len"
@@ -83,7 +81,7 @@ def check_supported(
 
 def _refused_shape(spec: ModelSpec) -> list[str]:
     """Describes the properties of a spec that would give wrong logits."""
-    has_rope = spec.architecture not in LEARNED_POSITIONS
+    has_rope = spec.has_rotary
     activations = ("silu",) if has_rope else tuple(PLAIN)
     rope_type = spec.rope_scaling.rope_type if spec.rope_scaling else None
     refused = {
@@ -121,8 +119,8 @@ def _check_agrees(spec: ModelSpec, path: str) -> None:
             f"model {spec.name} has dtype {spec.dtype!r}, and {path} has weights in {said['dtype']!r}; leave "
             "model.dtype as it is there"
         )
-    silent = {MOE: SILENT_OF_EXPERTS, **dict.fromkeys(LEARNED_POSITIONS, SILENT_OF_OPT)}
-    for name in silent.get(spec.architecture, SILENT_OF_ROPE):
+    of_rope = SILENT_OF_ROPE if spec.experts is None else SILENT_OF_EXPERTS
+    for name in of_rope if spec.has_rotary else SILENT_OF_OPT:
         if getattr(spec, name) != said[name]:
             raise ModelError(
                 f"model {spec.name} has {name} {getattr(spec, name)!r}, and {path} says {said[name]!r}; "

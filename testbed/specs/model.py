@@ -195,6 +195,12 @@ class ModelSpec:
         return self.architecture.startswith("Qwen3")
 
     @property
+    def attention_biases(self) -> tuple[bool, bool]:
+        """Whether the projections of q, k and v add a bias, and whether that of the output does."""
+        is_qwen2 = self.architecture == "Qwen2ForCausalLM"
+        return (True, False) if is_qwen2 else (self.attention_bias, self.attention_bias)
+
+    @property
     def experts(self) -> ExpertsShape | None:
         """The experts of each layer; None: each layer has one MLP for all tokens."""
         num, per_token, inner_size = self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size

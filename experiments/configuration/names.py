@@ -8,12 +8,6 @@ from collections.abc import Callable
 from experiments.configuration.options import options
 from testbed.errors import ConfigError
 
-_DRIVERS = {  # words in a driver's description; a longer one before its own prefix
-    "H100": "h100", "H200": "h200", "A100": "a100", "B200": "b200", "B300": "b300",
-    "GB200": "gb200", "GB300": "gb300", "L40S": "l40s", "RTX 4090": "rtx4090",
-    "RTX PRO 6000 (Blackwell )?Server": "rtx_pro_6000_server", "RTX PRO 6000": "rtx_pro_6000", "MI300X": "mi300x",
-    "T4": "t4",
-}  # fmt: skip
 _ALIASES = {  # Hugging Face's names, without words that do not affect the shape
     "mistralnemo": "mistral_nemo_12b", "metallama3.18b": "llama3.1_8b", "metallama3.170b": "llama3.1_70b",
     "metallama3.1405b": "llama3.1_405b", "metallama38b": "llama3_8b", "metallama370b": "llama3_70b",
@@ -26,7 +20,7 @@ def device_named(*said: str) -> str | None:
     description (`NVIDIA H100 80GB HBM3`), or a name that differs in spaces, underscores and case (`RTXPRO6000`)."""
     entries = options("device")
     for name in said:
-        found = name if name in entries else _of_driver(name) or _alike(name, entries)
+        found = name if name in entries else _of_driver(name, entries) or _alike(name, entries)
         if found is not None:
             return found
     return None
@@ -47,9 +41,15 @@ def model_named(name: str) -> str | None:
     return _ALIASES.get(_plain(words)) or _alike(words, entries)
 
 
-def _of_driver(description: str) -> str | None:
-    spaced = description.replace("_", " ")
-    return next((name for words, name in _DRIVERS.items() if re.search(rf"\b{words}\b", spaced, re.IGNORECASE)), None)
+def _of_driver(description: str, entries: list[str]) -> str | None:
+    """Returns the entry whose words are in a driver's description, the most specific one: rtx_pro_6000_server before
+    rtx_pro_6000."""
+    said = re.sub(r"(?i)\bblackwell ", "", description.replace("_", " "))
+    for entry in sorted(set(entries) - {"cpu"}, key=len, reverse=True):
+        words = " ?".join(re.findall(r"[a-z]+|\d+[a-z]*", entry))
+        if re.search(rf"\b{words}\b", said, re.IGNORECASE):
+            return entry
+    return None
 
 
 def _alike(name: str, entries: list[str]) -> str | None:

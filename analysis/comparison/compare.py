@@ -151,7 +151,8 @@ def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric
 
 
 TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "queueing_s": "queueing delay",
-          "itl_max_s": "largest ITL", "normalised_latency_s": "normalised latency"}  # fmt: skip
+          "itl_max_s": "largest ITL", "normalised_latency_s": "normalised latency",
+          "tpot_incl_first_s": "TPOT with the first token"}  # fmt: skip
 
 
 def metric_of(path: str) -> Metric:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from analysis.measures.engine_check import STEP_COLUMNS, Check, EngineCheck, verdict
+from analysis.measures.engine_check import STEPS_READ, Check, EngineCheck, verdict
 from analysis.measures.replicas import of_replica
 from analysis.reading.request_columns import Requests
 from analysis.reading.rows import Rows, as_rows
@@ -51,7 +51,7 @@ def run_checks(requests: Any, steps: Any, manifest: Mapping[str, Any]) -> dict[s
         engines = {0: EngineCheck(seen, manifest)}
     else:
         engines = {number: EngineCheck(seen.where(of_replica(number)), manifest) for number in replicas}
-    for number, run in step_runs(step_rows, STEP_COLUMNS, replicas if len(replicas) > 1 else None):
+    for number, run in step_runs(step_rows, STEPS_READ, replicas if len(replicas) > 1 else None):
         engines[number].add(run)
     each = {number: dict(zip(CHECKS, engine.verdicts(), strict=True)) for number, engine in engines.items()}
     if len(each) == 1:

@@ -15,11 +15,11 @@ from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import IntArray, exact_sum, product_sum
 from analysis.reading.timeline import Instants, StepRun, joined
 
-REQUEST_COLUMNS = (
+REQUESTS_READ = (
     "arrival_ns", "num_prompt_tokens", "num_output_tokens", "num_token_steps", "num_preemptions",
     "num_recomputed_tokens",
 )  # these are never null # fmt: skip
-STEP_COLUMNS = (
+STEPS_READ = (
     "start_ns", "end_ns", "num_decode_tokens", "num_prefill_tokens", "num_emitted", "num_running", "num_waiting",
     "num_swapped", "num_cached_tokens", "num_preempted", "num_ignored",
 )  # fmt: skip
@@ -54,7 +54,7 @@ class EngineCheck:
         self.end_ns = 0  # of the newest one
         self._num_steps = 0
         self._nulls = [
-            name for name in REQUEST_COLUMNS if not all(piece.is_known(name).all() for piece in requests.pieces())
+            name for name in REQUESTS_READ if not all(piece.is_known(name).all() for piece in requests.pieces())
         ]
         self._num_impossible = 0  # steps that end after the next one starts, or not after their own start
         self._first_impossible = (0, 0, 0)  # row, start, end
@@ -179,7 +179,7 @@ class EngineCheck:
             return None, "not applicable: no step was recorded"
         if not len(self._requests):
             return None, "not applicable: no request reached the scheduler"
-        nulls = [name for name in STEP_COLUMNS if name in self._step_nulls] + self._nulls
+        nulls = [name for name in STEPS_READ if name in self._step_nulls] + self._nulls
         if nulls:
             return None, f"not applicable: {', '.join(nulls)} not recorded"
         if not self._num_impossible:

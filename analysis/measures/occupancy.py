@@ -26,7 +26,7 @@ from analysis.reading.timeline import Instants, StepRun, step_runs
 FRAGMENTATION = ("fragmentation", "fragmentation_of_pool")
 TIME_PARTS = ("schedule", "prepare", "swap", "forward", "sample")
 COUNTS = ("running", "waiting", "swapped")
-STEP_COLUMNS = (
+STEPS_READ = (
     *(f"num_{name}" for name in COUNTS), "num_decode_tokens", "num_prefill_tokens", "free_gpu_blocks",
     "num_decodes", "num_prefills", "decode_context_tokens", "num_preempted", "num_swapped_out", "num_swapped_in",
     *(f"{name}_ns" for name in TIME_PARTS),

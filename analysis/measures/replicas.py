@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from analysis.measures.metrics import jain_index
-from analysis.measures.occupancy import STEP_COLUMNS, Occupancy, fragmentation
+from analysis.measures.occupancy import STEPS_READ, Occupancy, fragmentation
 from analysis.measures.statistics import mean_of_all
 from analysis.reading.request_columns import Requests, Rule
 from analysis.reading.rows import Rows
@@ -41,7 +41,7 @@ def measure(
     """The steps of each replica, summed up over [start_ns, end_ns]."""
     pool = manifest.get("num_gpu_blocks"), manifest.get("block_size")  # of one replica
     each = [Occupancy(part, *pool, start_ns, end_ns) for part in parts]
-    for number, run in step_runs(steps, STEP_COLUMNS, range(len(parts)) if len(parts) > 1 else None):
+    for number, run in step_runs(steps, STEPS_READ, range(len(parts)) if len(parts) > 1 else None):
         each[number].add(run)
     return each
 

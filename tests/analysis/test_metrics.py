@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.measures.metrics import SLO, itl_pooled, jain_index, meets_slo, request_metrics
+from analysis.comparison.compare import metric_of
+from analysis.measures.metrics import LATENCIES, SLO, itl_pooled, jain_index, meets_slo, request_metrics
 from analysis.measures.summary import summarise
 from analysis.measures.survival import distribution, km_quantiles
 from testbed.errors import ConfigError
@@ -131,6 +132,15 @@ def test_attainment_is_over_requests_sent():
     low, high = summary["attainment_ci95"]
     assert 0 < low < 0.5 < high < 1
     assert summarise(rows, NO_STEPS, {}, SLO())["slo"] is None
+
+
+def test_less_of_every_latency_of_a_summary_is_better():
+    """So each has a name, a unit and a better direction in plots, not those of reports only."""
+    summary = summarise(requests(FINISHED), table([step(1, 11)], STEP_COLUMNS), {})
+    names = [name for name, value in summary.items() if isinstance(value, dict) and "p95" in value]
+    assert {*LATENCIES, "itl_s"} - {"lateness_s"} == set(names)
+    found = [metric_of(f"{name}.p95") for name in names]
+    assert [metric.path for metric in found if metric.better != -1 or "_" in metric.label] == []
 
 
 def test_throughput_has_the_stated_time_base():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
+from experiments.configuration.policies import ASKS_ORACLE, GOES_BY, GROUPS
 from testbed.core.limits import Limits
 from testbed.core.outcome import FinishReason, Outcome, StepResult
 from testbed.core.request import Request, SamplingParams
@@ -104,6 +105,7 @@ KINDS: tuple[tuple[str, Any], ...] = (
     ("composition", policies.COMPOSITIONS), ("queue", policies.QUEUES), ("admission", policies.ADMISSIONS),
     ("preemption", policies.PREEMPTIONS), ("victim", policies.VICTIMS), ("eviction", policies.EVICTIONS),
 )  # fmt: skip
+KEYS = {"queue": "scheduler.queue_order", "admission": "scheduler.admission", "victim": "scheduler.victim"}
 EACH = [(kind, name) for kind, known in KINDS for name in known if name not in policies.NEED_AN_ORACLE]
 
 
@@ -144,3 +146,41 @@ def test_a_policy_that_peeks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(cast(dict[str, Any], policies.QUEUES), name, peeking)
         assert is_blind(replace(TIGHT, queue=name), 0) == (name in knows), name
     assert not is_blind(replace(TIGHT, oracle="perfect", victim="longest_remaining"), 0), "it was given an oracle"
+
+
+# --- what the configuration says of the policies that have names: notes of runs go by it ---
+
+ASKED_ABOUT = [(kind, name) for kind in ("queue", "admission", "victim") for name in GROUPS[KEYS[kind]]]
+
+
+class Predictor:
+    """Keeps of whom it was asked."""
+
+    is_none = False
+
+    def __init__(self) -> None:
+        self.seqs: list[Any] = []
+
+    def predict(self, seq: Any) -> int:
+        self.seqs.append(seq)
+        return 7
+
+
+@pytest.mark.parametrize(("kind", "name"), ASKED_ABOUT)
+def test_which_policies_ask_for_lengths_is_known(monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
+    predictor = Predictor()
+    monkeypatch.setitem(cast(dict[str, Any], policies.ORACLES), "mine", lambda: predictor)
+    decided(replace(TIGHT, oracle="mine", **{kind: name}), jobs_of(1), is_hidden=True)
+    assert bool(predictor.seqs) == (name in ASKS_ORACLE[KEYS[kind]])
+
+
+@pytest.mark.parametrize(("kind", "name"), ASKED_ABOUT)
+def test_what_policies_go_by_is_known(kind: str, name: str) -> None:
+    setup, jobs = replace(TIGHT, oracle="perfect", **{kind: name}), jobs_of(2)
+    decisions = decided(setup, jobs, is_hidden=False)
+    found = []
+    for field, same in (("priority", 0), ("tenant", "a"), ("deadline_ns", None)):
+        alike = [job._replace(request=job.request.replace(**{field: same})) for job in jobs]
+        found += [field.removesuffix("_ns")] * (decided(setup, alike, is_hidden=False) != decisions)
+    goes_by = GOES_BY.get(KEYS[kind], {}).get(name)
+    assert found == ([] if goes_by is None else [goes_by])

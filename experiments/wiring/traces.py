@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from experiments.configuration.config import RunConfig
+from experiments.configuration.config import TRACE_PARTS, RunConfig
 from experiments.configuration.settings import (
     AgenticTraceConfig,
     MooncakeTraceConfig,
@@ -52,7 +52,7 @@ def check_trace(config: RunConfig) -> None:
         named = [settings.lengths_from]
     else:
         named = [_file(settings)]
-        if settings.name in ("agentic", "lengths"):
+        if _draws_arrivals(settings):
             freeze(ArrivalConfig, "trace", config.raw["trace"])
     if isinstance(settings, ShareGPTTraceConfig) and settings.tokenizer and not Path(settings.tokenizer).exists():
         load_tokenizer(settings.tokenizer)  # a Hugging Face name: only its loader knows whether it is cached here
@@ -113,8 +113,8 @@ def _build(config: RunConfig, stream: bool | None) -> TraceSource:
     elif settings.name == "synthetic":
         source = _synthetic(config, seed, stream)
     else:
-        path, options = _file(settings), _reader_options(settings, values, seed)
-        source = open_trace(settings.name, path, settings.limit, stream, **options)
+        path, options = _file(settings), _reader_options(settings, values)
+        source = open_trace(settings.name, path, settings.limit, stream, seed, **options)
     source = _transformed(source, settings)
     return transforms.apply_all(
         source, settings.transforms, lambda name, path, seed: open_trace(name, path, seed=seed), seed
@@ -192,18 +192,21 @@ def _windowed_and_scaled(trace: Any, settings: TraceConfig) -> TraceSource:
     return cast(TraceSource, trace)
 
 
-def _reader_options(settings: TraceConfig, values: dict[str, Any], seed: int) -> dict[str, Any]:
+def _draws_arrivals(settings: TraceConfig) -> bool:
+    """Whether the format has no arrivals, so that keys of the group say how they are drawn."""
+    return ArrivalConfig in TRACE_PARTS.get(settings.name, ())
+
+
+def _reader_options(settings: TraceConfig, values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(settings, MooncakeTraceConfig):
         return {"spread_batches": settings.spread_batches}
     if isinstance(settings, ShareGPTTraceConfig):
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
         return {"tokenizer": tokenizer, "max_turns": settings.max_turns}
-    if settings.name == "servegen":
-        return {"seed": seed}
-    if settings.name not in ("agentic", "lengths"):
+    if not _draws_arrivals(settings):
         return {}
     closed = {"closed_loop": settings.closed_loop} if isinstance(settings, AgenticTraceConfig) else {}
-    return {"arrivals": freeze(ArrivalConfig, "trace", values), "seed": seed, **closed}
+    return {"arrivals": freeze(ArrivalConfig, "trace", values), **closed}
 
 
 @lru_cache(maxsize=1)

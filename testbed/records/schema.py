@@ -96,7 +96,7 @@ GOOD_FIT, POOR_FIT = 0.05, 0.15
 MANIFEST_KEYS = (
     "status",  # complete, partial (interrupted or failed), failed (a sweep point that did not start: no records)
     "failure",  # why it is not complete; null if it is
-    "backend",  # sim, real
+    "backend",  # sim, real, vllm
     "created",  # ISO time
     "wall_s",  # wall clock of the run
     "code_version",

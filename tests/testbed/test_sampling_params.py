@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from ast import Attribute, walk
+
 import numpy as np
 import pytest
 
 from experiments.configuration.compose import compose_config
 from testbed.core.request import GREEDY, SamplingParams
 from testbed.errors import RequestError
+from tests.source_tree import ROOT, tree_of
 
+OWN = ROOT / "testbed" / "core" / "sampling.py"
 BAD = [
     ({"temperature": -0.5}, r"sampling.temperature is -0.5; it must be 0 \(greedy\) or above"),
     ({"temperature": float("nan")}, "sampling.temperature is nan"),
@@ -111,3 +115,11 @@ def test_the_sampling_group_of_a_run_has_the_same_keys_and_defaults():
     config = compose_config([])
     assert set(config.raw["sampling"]) - {"name"} == set(SamplingParams.__slots__) - of_texts
     assert config.sampling == GREEDY
+
+
+def test_every_parameter_is_read_where_sequences_grow():
+    """Not only checked and recorded: a run would take it without effect."""
+    files = [file for room in ("testbed/core", "real/sampling", "real/text") for file in (ROOT / room).glob("*.py")]
+    nodes = [node for file in files if file != OWN for node in walk(tree_of(file))]
+    read = {node.attr for node in nodes if isinstance(node, Attribute)}
+    assert set(SamplingParams.__slots__) - read == {"best_of"}, "which they know by num_seqs"

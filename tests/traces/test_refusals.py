@@ -14,7 +14,8 @@ from testbed.errors import ConfigError, TraceError
 from testbed.traces import transforms
 from testbed.traces.arrange import arrange
 from testbed.traces.generators import SyntheticConfig, generate, stream_generated
-from testbed.traces.readers import open_trace, read_trace
+from testbed.traces.readers import READERS, open_trace, read_trace
+from testbed.traces.readers.own_rows import FOREIGN
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace, whole
 
@@ -125,3 +126,7 @@ CHAT = (
 def test_auto_is_what_the_names_say(tmp_path: Path, name: str, lines: tuple[str, ...]) -> None:
     file = write(tmp_path, name, *lines)
     assert read_trace("auto", file).name == open_trace("auto", file).name == name.partition(".")[0]
+
+
+def test_auto_knows_every_format_by_its_names_but_those_of_archives() -> None:
+    assert {*READERS} - {*FOREIGN} == {"servegen", "agentic", "jsonl", "csv", "parquet"}

@@ -46,7 +46,7 @@ _TIMES = {  # <name>_ns: the field in seconds
 _EXACT = {field: f"{name}_ns" for name, field in _TIMES.items()}
 _UNIT = re.compile(r"(\w+?)(?:_time)?_(?:[mu]?s|m?secs?|millis|(?:milli|micro)?seconds|minutes|hours)")
 _MISSPELT = 0.85  # similarity (difflib) to a known field from which an unknown one is taken for a misspelling
-_FOREIGN = {  # trace=<name>: fields by which a file of another schema is recognised
+FOREIGN = {  # trace=<name>: fields by which a file of another schema is recognised
     "azure": {"TIMESTAMP", "ContextTokens"},
     "burstgpt": {"Timestamp", "Request tokens"},
     "bailian": {"chat_id", "hash_ids"},
@@ -129,7 +129,7 @@ def foreign_format(names: Iterable[str]) -> str | None:
     found = set(names)
     if found & KNOWN - {"turn"}:  # Bailian's rows have one, too
         return None
-    return next((name for name, marks in _FOREIGN.items() if marks <= found), None)
+    return next((name for name, marks in FOREIGN.items() if marks <= found), None)
 
 
 def _foreign_hint(names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ import time
 from tqdm import tqdm
 
 from experiments.configuration.compose import compose_config
-from experiments.configuration.policies import GROUPS
+from experiments.configuration.policies import POLICIES
 from experiments.console import Parser
 from experiments.runs.collector import fewer_collections
 from experiments.wiring import build
@@ -24,7 +24,7 @@ from testbed.traces.synthesis import content_key, materialize
 NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS, VOCAB = 256, 64, 512, 32_000
 SCHEDULERS = ("vllm_v1", "decode_first", "prefill_first")
 QUEUE_LENGTHS = (100, 1_000, 10_000)
-QUEUE_ORDERS = (*GROUPS["scheduler.queue_order"], "partial")
+QUEUE_ORDERS = (*POLICIES["scheduler.queue_order"], "partial")
 POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
 QUEUE_STEPS, POOL_STEPS = 200, 400  # that are timed
 

@@ -66,7 +66,7 @@ def print_listing(only: str | None, own: str | None = None) -> None:
         "scheduler": _described("scheduler", options("scheduler")),
         **{
             group: [(name, _first_line(maker)) for name, maker in named.items()]
-            for group, named in policies.GROUPS.items()
+            for group, named in policies.POLICIES.items()
         },
         "trace": DESCRIPTIONS["trace"].items(),
         "transform": [(name, transform.says) for name, transform in TRANSFORMS.items()],

@@ -26,7 +26,7 @@ from omegaconf.errors import (
 
 from experiments.configuration.config import GROUPS, Root, whole_class
 from experiments.configuration.options import CONF, OVERLAYS, Library, needed_by, read_option
-from experiments.configuration.policies import GROUPS as POLICIES
+from experiments.configuration.policies import POLICIES
 from experiments.configuration.settings import GONE
 from testbed.errors import ConfigError
 from testbed.foreign_text import NEAR, unknown

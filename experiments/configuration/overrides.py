@@ -20,7 +20,7 @@ from experiments.configuration.config import GROUPS, whole_class
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys
 from experiments.configuration.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
-from experiments.configuration.policies import GROUPS as POLICIES
+from experiments.configuration.policies import POLICIES
 from testbed.errors import ConfigError
 from testbed.foreign_text import nearest, unknown
 

@@ -25,7 +25,7 @@ from testbed.policies.cost_aware import CostAware
 from testbed.policies.queue_order import FCFS
 from testbed.routing.routers import ROUTERS
 
-GROUPS: Mapping[str, Mapping[str, Callable[[], Any]]] = {  # key of a policy -> its names, and what makes each
+POLICIES: Mapping[str, Mapping[str, Callable[[], Any]]] = {  # key of a policy -> its names, and what makes each
     "scheduler.composition": {
         "unified": Unified,
         "prefill_first": PrefillFirst,
@@ -95,7 +95,7 @@ def make_policy(key: str, choice: Any) -> Any:
 
     A user's object must have the public methods that all named policies of the group share.
     """
-    named = GROUPS[key]
+    named = POLICIES[key]
     if isinstance(choice, dict):
         if "_target_" not in choice:
             found = ", ".join(map(str, choice)) or "nothing"
@@ -119,7 +119,7 @@ def shipped_name(key: str, choice: Any) -> str | None:
     if not isinstance(choice, dict):
         return str(choice)
     made_by = resolve_name(str(choice["_target_"]))
-    return next((name for name, named in GROUPS[key].items() if named is made_by), None)
+    return next((name for name, named in POLICIES[key].items() if named is made_by), None)
 
 
 def _refuse_foresight(key: str, target: str, policy: Any) -> None:

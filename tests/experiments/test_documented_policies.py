@@ -16,7 +16,7 @@ import pytest
 
 from experiments import simulate
 from experiments.configuration.options import options
-from experiments.configuration.policies import GROUPS
+from experiments.configuration.policies import POLICIES
 from testbed.blocks.config import KVRules
 from testbed.traces.schema import Span, Trace, TraceRequest
 from tests.experiments.kit import TINY, Say, decisions_of, table_of, write_rows
@@ -282,8 +282,8 @@ def test_a_whole_composition(examples: None, say: Say, rows: Path) -> None:
 def test_the_list_of_policies_is_complete() -> None:
     """docs/policies.md names every policy, preset and KV rule, with every value that a rule may have."""
     text = (DOCS / "policies.md").read_text()
-    named = {name for group in GROUPS.values() for name in group} | set(options("scheduler"))
+    named = {name for group in POLICIES.values() for name in group} | set(options("scheduler"))
     for rule in fields(KVRules):
         named |= {rule.name, *get_args(get_type_hints(KVRules)[rule.name])}
     assert [name for name in sorted(named) if f"`{name}`" not in text] == []
-    assert [key for key in GROUPS if f"`{key}`" not in text] == []
+    assert [key for key in POLICIES if f"`{key}`" not in text] == []

@@ -12,7 +12,7 @@ import pytest
 
 from experiments.configuration.compose import compose_config
 from experiments.configuration.options import options
-from experiments.configuration.policies import GROUPS
+from experiments.configuration.policies import POLICIES
 from testbed.core.sampling import SamplingParams
 from testbed.traces.transforms import TRANSFORMS
 from tests.experiments.kit import Say, decisions_of
@@ -66,7 +66,7 @@ def test_every_file_that_a_page_names_or_links_is_there(page: Path) -> None:
     [
         ("traces", [*options("trace"), *TRANSFORMS]),
         ("cost-models", options("cost")),
-        ("simulator", GROUPS["backend.router"]),
+        ("simulator", POLICIES["backend.router"]),
         ("sampling", [field.name for field in fields(SamplingParams)]),
     ],
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experiments.configuration.policies import GROUPS
+from experiments.configuration.policies import POLICIES
 from testbed.blocks import eviction
 from testbed.blocks.keys import TokenKeys
 from testbed.core.plan import BatchShape
@@ -53,12 +53,14 @@ Factory = Callable[[], Any]
 def drawn_from(key: str, others: Mapping[str, Factory]) -> Mapping[str, Factory]:
     """The policies that have names, each followed by those of other parameters, which begin with its name; then the
     rest of the others. Kept in this order, as tests have seeds of worlds that are drawn from it."""
-    every = {**GROUPS[key], **others}
-    ordered = [one for name in GROUPS[key] for one in every if one == name or one.startswith((f"{name},", f"{name} "))]
+    every = {**POLICIES[key], **others}
+    ordered = [
+        one for name in POLICIES[key] for one in every if one == name or one.startswith((f"{name},", f"{name} "))
+    ]
     return {name: every[name] for name in dict.fromkeys([*ordered, *every])}
 
 
-COMPOSITIONS: Mapping[str, Callable[..., Any]] = GROUPS["scheduler.composition"]
+COMPOSITIONS: Mapping[str, Callable[..., Any]] = POLICIES["scheduler.composition"]
 OPTIONS: Mapping[str, tuple[str, ...]] = {  # switches of a composition, each drawn
     "unified": ("threshold_when_alone",),
     "prefill_first": ("ignores_oversize_resumed", "ignored_end_the_step", "sorts_by_arrival"),
@@ -90,9 +92,9 @@ ADMISSIONS = drawn_from(
         "all": lambda: admission.All([admission.MaxUtilization(), admission.MaxRunningRequests(3)]),
     },
 )
-PREEMPTIONS = GROUPS["scheduler.preemption"]
+PREEMPTIONS = POLICIES["scheduler.preemption"]
 VICTIMS = drawn_from("scheduler.victim", {"oldest first": OldestFirst})
 ORACLES = drawn_from("scheduler.oracle", {"binned": lambda: oracle.Binned(first=4)})
-NAMED_EVICTIONS = tuple(GROUPS["cache.eviction"])
+NAMED_EVICTIONS = tuple(POLICIES["cache.eviction"])
 EVICTIONS = drawn_from("cache.eviction", {"lru by last step": eviction.LRUByLastStep})
 NEED_AN_ORACLE = ("sjf by output", "srpt", "srpt, preemptive", "no_evict by oracle", "longest_remaining")

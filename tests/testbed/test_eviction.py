@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.configuration.policies import GROUPS
+from experiments.configuration.policies import POLICIES
 from testbed.blocks.eviction import FIFO, LFU, LRU, LRUByLastStep, evictor
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.core.plan import BatchShape
@@ -59,7 +59,7 @@ def drain(policy: EvictionPolicy) -> list[int]:
 
 
 EVERY = {
-    **GROUPS["cache.eviction"],
+    **POLICIES["cache.eviction"],
     "lru_by_last_step": LRUByLastStep,
     "cost_aware": lambda: bound(CostAware()),
     "cost_aware_priced": lambda: bound(CostAware(), PricePerDepth()),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
-from experiments.configuration.policies import ASKS_ORACLE, GOES_BY, GROUPS
+from experiments.configuration.policies import ASKS_ORACLE, GOES_BY, POLICIES
 from testbed.core.limits import Limits
 from testbed.core.outcome import FinishReason, Outcome, StepResult
 from testbed.core.request import Request, SamplingParams
@@ -150,7 +150,7 @@ def test_a_policy_that_peeks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- what the configuration says of the policies that have names: notes of runs go by it ---
 
-ASKED_ABOUT = [(kind, name) for kind in ("queue", "admission", "victim") for name in GROUPS[KEYS[kind]]]
+ASKED_ABOUT = [(kind, name) for kind in ("queue", "admission", "victim") for name in POLICIES[KEYS[kind]]]
 
 
 class Predictor:

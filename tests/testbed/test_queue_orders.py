@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import testbed.policies.orders as orders
-from experiments.configuration.policies import GROUPS
+from experiments.configuration.policies import POLICIES
 from testbed.errors import ConfigError
 from testbed.lazy_heap import MIN_STALE, LazyHeap
 from tests.testbed.orders_kit import KEYED, World, bound, drain, play
 
 ALL: dict[str, Callable[[], Any]] = {
-    **GROUPS["scheduler.queue_order"],
+    **POLICIES["scheduler.queue_order"],
     **{name: make for name, (make, _) in KEYED.items()},
 }
 

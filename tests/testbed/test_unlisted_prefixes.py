@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.configuration.policies import GROUPS
+from experiments.configuration.policies import POLICIES
 from testbed.blocks.config import KVRules
 from testbed.blocks.demand import AllocStatus
 from testbed.blocks.interfaces import EvictionPolicy
@@ -48,7 +48,7 @@ class World:
             allocate=rng.choice(("whole", "chunk")), hits_visible=rng.choice(("commit", "allocation")),
             hit_cap=rng.choice(("last_block", "last_token")), free_order=rng.choice(("uncached_first", "one_queue")),
         )  # fmt: skip
-        eviction: EvictionPolicy = rng.choice([*GROUPS["cache.eviction"].values()])()
+        eviction: EvictionPolicy = rng.choice([*POLICIES["cache.eviction"].values()])()
         self.keys = Counting(block_size, are_unique=lists_late)
         self.blocks = make_blocks(
             num_blocks=NUM_BLOCKS, num_cpu_blocks=8, block_size=block_size, rules=rules, eviction=eviction,

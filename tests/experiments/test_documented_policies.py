@@ -280,9 +280,12 @@ def test_a_whole_composition(examples: None, say: Say, rows: Path) -> None:
 
 
 def test_the_list_of_policies_is_complete() -> None:
-    """docs/policies.md names every policy, preset and KV rule, with every value that a rule may have."""
+    """docs/policies.md names every policy, preset and KV rule, with every value that a rule may have, and what
+    makes each queue order that has parameters."""
     text = (DOCS / "policies.md").read_text()
     named = {name for group in POLICIES.values() for name in group} | set(options("scheduler"))
+    orders = POLICIES["scheduler.queue_order"]
+    named |= {orders[name].__name__ for name in orders if name not in ("fcfs", "lcfs")}
     for rule in fields(KVRules):
         named |= {rule.name, *get_args(get_type_hints(KVRules)[rule.name])}
     assert [name for name in sorted(named) if f"`{name}`" not in text] == []

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.configuration.compose import compose_config
+from experiments.configuration.options import options
 from experiments.runs.run import execute
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import Trace
@@ -46,11 +47,6 @@ LONG = (  # long prompts beside short ones: chunks
     "trace.output={kind: uniform, min_tokens: 10, max_tokens: 150}", "cache.num_gpu_blocks=400",
 )  # fmt: skip
 SWAPS = ("scheduler.preemption=swap", "cache.num_cpu_blocks=600", "cache.num_gpu_blocks=200")
-PRESETS = (
-    "decode_first", "lightllm", "nano_vllm", "orca", "prefill_first", "sarathi", "sglang_lpm", "static",
-    "trtllm_max_util", "trtllm_no_evict", "unified", "vllm_v0", "vllm_v0_chunked", "vllm_v0_classic", "vllm_v1",
-    "vllm_v1_0_8", "vtc",
-)  # fmt: skip
 FAIR = "trace.tenants=[{name: chat, share: 3, max_turns: 4}, {name: batch, rate: 40, arrival: all_at_once}]"
 FLEET = ("backend.num_replicas=3", "trace.rate=90", "trace.num_requests=300")
 
@@ -82,7 +78,7 @@ def _mooncake(*overrides: str) -> Case:
 
 
 CASES: dict[str, Case] = {
-    **{f"preset {name}": _case(f"scheduler={name}") for name in PRESETS},
+    **{f"preset {name}": _case(f"scheduler={name}") for name in options("scheduler")},
     # swap
     "swap, unified": _case("scheduler=unified", *SWAPS),
     "swap, prefill first, lookahead": _case("scheduler=prefill_first", "scheduler.lookahead_slots=4", *SWAPS),

@@ -120,13 +120,7 @@ def test_finished_hypotheses_equal_those_of_transformers(spec, reference, met, w
         backend = tiny_backend(spec)
         run(core, backend)
         expected = expected_beams(
-            reference,
-            prompt,
-            width,
-            16,
-            eos_token_id=[*stops, EOS],
-            early_stopping=True,
-            length_penalty=length_penalty,
+            reference, prompt, width, 16, eos_token_id=[*stops, EOS], early_stopping=True, length_penalty=length_penalty
         )
         ended = [unpadded(beam, (*stops, EOS)) for beam in expected]
         assert best(reference, prompt, group, length_penalty) == ended
@@ -255,11 +249,7 @@ def test_the_order_of_outcomes_and_of_the_rows_that_follow():
         [(40, -0.1), (99, -9.0), (42, -9.0), (43, -9.0)],  # -3.1; a stop that is not among the best three is nothing
     ]
     outcomes = step(rows, found)
-    assert outcomes == [
-        (0, (20,), None, (), False),
-        (1, (30,), None, (99,), False),
-        (2, (40,), None, (), False),
-    ]
+    assert outcomes == [(0, (20,), None, (), False), (1, (30,), None, (99,), False), (2, (40,), None, (), False)]
 
     rows = live_rows((0, 1, 2), [[1, 2, 7, token] for token in (20, 30, 40)], (-5.0, -5.2, -3.1), 2, sampling)
     found = [
@@ -268,11 +258,7 @@ def test_the_order_of_outcomes_and_of_the_rows_that_follow():
         [(70, -0.1), (71, -0.2), (72, -0.3), (73, -0.4)],
     ]
     outcomes = step(rows, found)
-    assert outcomes == [
-        (0, (), None, (), True),
-        (1, (), None, (), True),
-        (2, (70,), None, (71, 72), False),
-    ]
+    assert outcomes == [(0, (), None, (), True), (1, (), None, (), True), (2, (70,), None, (71, 72), False)]
 
     rows = live_rows((2, 5, 6), [[1, 2, 7, 40, token] for token in (70, 71, 72)], (-3.2, -3.3, -3.4), 2, sampling)
     found = [
@@ -281,11 +267,7 @@ def test_the_order_of_outcomes_and_of_the_rows_that_follow():
         [(80, -3.0), (81, -9.0), (82, -9.0), (83, -9.0)],
     ]
     outcomes = step(rows, found)
-    assert outcomes == [
-        (2, (), None, (), True),
-        (5, (99,), None, (), False),
-        (6, (), None, (), True),
-    ]
+    assert outcomes == [(2, (), None, (), True), (5, (99,), None, (), False), (6, (), None, (), True)]
 
 
 def test_candidates_that_others_ask_for_change_nothing_among_equals():

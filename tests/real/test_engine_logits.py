@@ -82,10 +82,7 @@ def test_decodes_over_several_steps(backend, expect):
     for step in range(5):  # 23 -> 28 and 14 -> 19 tokens: both cross block borders
         first.append(100 + step)
         second.append(200 + step)
-        rows = (
-            row(0, first, TABLE, start=len(first) - 1),
-            row(1, second, OTHER_TABLE, start=len(second) - 1),
-        )
+        rows = (row(0, first, TABLE, start=len(first) - 1), row(1, second, OTHER_TABLE, start=len(second) - 1))
         assert_close(step_logits(backend, *rows), expect(first), expect(second))
 
 
@@ -104,10 +101,7 @@ def test_mixed_prefill_chunk_and_decodes(backend, expect):
 
 def test_only_rows_that_sample_get_logits_in_their_order(backend, expect):
     logits = step_logits(
-        backend,
-        row(0, PROMPT, TABLE, end=8, samples=False),
-        row(1, OTHER, OTHER_TABLE),
-        row(2, PROMPT[:5], [60, 61]),
+        backend, row(0, PROMPT, TABLE, end=8, samples=False), row(1, OTHER, OTHER_TABLE), row(2, PROMPT[:5], [60, 61])
     )
     assert_close(logits, expect(OTHER), expect(PROMPT[:5]))
 

@@ -71,10 +71,7 @@ def test_shared_blocks_move_once_and_serve_both_sequences(backend):
     step_logits(backend, row(0, PROMPT, TABLE))
     one, other = [*PROMPT, 1], [*PROMPT, 2]
     step_logits(
-        backend,
-        row(0, one, TABLE, start=18),
-        row(1, other, [*TABLE[:4], 31], start=18),
-        copies=((TABLE[4], 31),),
+        backend, row(0, one, TABLE, start=18), row(1, other, [*TABLE[:4], 31], start=18), copies=((TABLE[4], 31),)
     )
     backend.start(plan_of(swap_out=pairs([*TABLE[:5], 31], [*CPU_BLOCKS, 11]))).wait()
     step_logits(backend, row(2, OTHER, TABLE))

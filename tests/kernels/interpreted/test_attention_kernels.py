@@ -290,9 +290,7 @@ def test_a_cache_of_more_elements_than_32_bits_count():
     cache[:, offset:].view(torch.uint8).copy_(small.view(torch.uint8))
     batch.kv_cache, spare = cache, 2  # of the blocks that are copied, one lies at the beginning
     batch.metadata = replace(
-        metadata,
-        slot_mapping=metadata.slot_mapping + offset * 16,
-        block_tables=metadata.block_tables + offset,
+        metadata, slot_mapping=metadata.slot_mapping + offset * 16, block_tables=metadata.block_tables + offset
     )
     assert_right(batch, run(TritonAttention, batch), expected)
     last = batch.tables[0][0] + offset

@@ -32,18 +32,10 @@ OPT: dict[str, object] = {
 
 def tiny_spec(**changes: object) -> ModelSpec:
     values: dict[str, object] = {
-        "name": "tiny-test",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 512,
-        "max_position_embeddings": 256,
-        "dtype": "float32",
-        "rope_theta": 10_000.0,
-    }
+        "name": "tiny-test", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+        "max_position_embeddings": 256, "dtype": "float32", "rope_theta": 10_000.0,
+    }  # fmt: skip
     return ModelSpec(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -83,16 +75,9 @@ def tiny_backend(spec: ModelSpec | None = None, *, block_size: int = 4, device: 
 
 
 def row(
-    seq_id: int,
-    tokens: Sequence[int],
-    table: Sequence[int],
-    *,
-    start: int = 0,
-    end: int | None = None,
-    samples: bool = True,
-    forced: bool = False,
-    sampling: SamplingParams = GREEDY,
-) -> ScheduledSequence:
+    seq_id: int, tokens: Sequence[int], table: Sequence[int], *, start: int = 0, end: int | None = None,
+    samples: bool = True, forced: bool = False, sampling: SamplingParams = GREEDY,
+) -> ScheduledSequence:  # fmt: skip
     """The step that computes positions start … end - 1 of a sequence whose known tokens are `tokens`."""
     part = tokens[start:end]
     return ScheduledSequence(seq_id, start, len(part), part, samples, forced, table, sampling)

@@ -64,24 +64,10 @@ class FakeFlash(types.ModuleType):
         self.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
 
     def flash_attn_varlen_func(
-        self,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
-    ):
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+        return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
         assert causal
         assert_taken(q, k, v)
         for starts in (cu_seqlens_q, cu_seqlens_k):
@@ -108,27 +94,11 @@ class FakeFlash(types.ModuleType):
         return output
 
     def flash_attn_with_kvcache(
-        self,
-        q,
-        k_cache,
-        v_cache,
-        k=None,
-        v=None,
-        rotary_cos=None,
-        rotary_sin=None,
-        cache_seqlens=None,
-        cache_batch_idx=None,
-        cache_leftpad=None,
-        block_table=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        rotary_interleaved=True,
-        alibi_slopes=None,
-        num_splits=0,
+        self, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
         return_softmax_lse=False,
-    ):
+    ):  # fmt: skip
         assert causal
         assert q.shape[1] == 1
         assert k_cache.shape[1] % 256 == 0
@@ -155,23 +125,9 @@ class FakeVarlen(types.ModuleType):
         self.__spec__ = importlib.machinery.ModuleSpec(self.__name__, None)
 
     def varlen_attn(
-        self,
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        *,
-        return_aux=None,
-        scale=None,
-        window_size=(-1, -1),
-        enable_gqa=False,
-        seqused_k=None,
-        block_table=None,
-        num_splits=None,
-    ):
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+        enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+    ):  # fmt: skip
         assert return_aux is num_splits is None
         assert enable_gqa or query.shape[1] == key.shape[-2]
         assert (seqused_k is None) == (block_table is None)
@@ -195,38 +151,12 @@ class FakeFlash3(types.ModuleType):
         self.__spec__ = importlib.machinery.ModuleSpec(self.__name__, None)
 
     def flash_attn_with_kvcache(
-        self,
-        q,
-        k_cache,
-        v_cache,
-        k=None,
-        v=None,
-        qv=None,
-        rotary_cos=None,
-        rotary_sin=None,
-        cache_seqlens=None,
-        cache_batch_idx=None,
-        cache_leftpad=None,
-        page_table=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k_new=None,
-        max_seqlen_q=None,
-        rotary_seqlens=None,
-        q_descale=None,
-        k_descale=None,
-        v_descale=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        attention_chunk=0,
-        softcap=0.0,
-        rotary_interleaved=True,
-        scheduler_metadata=None,
-        num_splits=0,
-        pack_gqa=None,
-        sm_margin=0,
-        return_softmax_lse=False,
-    ):
+        self, q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+        cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+        max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+        causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+        scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+    ):  # fmt: skip
         """Rows may have no tokens, and the batch tokens of no row: these it does not write."""
         assert causal
         assert [k, v, qv, rotary_cos, cache_batch_idx, cache_leftpad, q_descale, k_descale, pack_gqa] == [None] * 9

@@ -35,14 +35,9 @@ class Launcher:
         return partial(self._launch, grid)
 
     def _launch(
-        self,
-        grid: tuple[int, ...],
-        *args: Any,
-        num_warps: int,
-        num_stages: int = 3,
-        launch_pdl: bool = False,
+        self, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int = 3, launch_pdl: bool = False,
         **named: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         name = self._kernel.__name__
         if launch_pdl and not named.get("IS_CHAINED"):
             raise TroubleError(f"{name} starts before the kernel before it has ended, and does not wait for it")

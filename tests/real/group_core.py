@@ -103,21 +103,13 @@ class HandCore:
                 self._cover(member, start, end, copies)
                 samples = end == len(member.tokens)
                 line = ScheduledSequence(
-                    seq_id=member.seq_id,
-                    start=start,
-                    num_tokens=end - start,
-                    tokens=member.tokens[start:end],
-                    samples=samples,
-                    forced=False,
-                    block_table=member.table,
-                    sampling=group.sampling,
+                    seq_id=member.seq_id, start=start, num_tokens=end - start, tokens=member.tokens[start:end],
+                    samples=samples, forced=False, block_table=member.table, sampling=group.sampling,
                     num_samples=group.sampling.num_seqs if samples and not group.has_forked else 1,
-                    group_id=group.group_id,
-                    num_prompt_tokens=group.num_prompt_tokens,
-                    history=member.tokens if group.sampling.needs_history else (),
-                    score=member.score,
+                    group_id=group.group_id, num_prompt_tokens=group.num_prompt_tokens,
+                    history=member.tokens if group.sampling.needs_history else (), score=member.score,
                     num_finished=len(group.finished),
-                )
+                )  # fmt: skip
                 self._rows.append((group, member, line))
         moves = {"swap_out": tuple(self._swap_out), "swap_in": tuple(self._swap_in), "copies": tuple(copies)}
         self.num_copies += len(copies)

@@ -26,17 +26,12 @@ def attended(spec, batch):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    num_kv_heads=st.sampled_from([1, 2, 3]),
-    group=st.sampled_from([1, 2, 5, 8]),
-    head_dim=st.sampled_from([16, 32, 48, 64, 80, 128]),
-    block_size=st.sampled_from([1, 2, 5, 16, 32]),
+    num_kv_heads=st.sampled_from([1, 2, 3]), group=st.sampled_from([1, 2, 5, 8]),
+    head_dim=st.sampled_from([16, 32, 48, 64, 80, 128]), block_size=st.sampled_from([1, 2, 5, 16, 32]),
     rows=st.lists(st.tuples(st.integers(0, 300), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=8),
-    window=st.one_of(st.none(), st.integers(1, 200), st.just(2**40)),
-    alibi=st.booleans(),
-    dtype=DTYPES,
-    num_threads=st.sampled_from([1, 2]),
-    seed=st.integers(0, 2**31),
-)
+    window=st.one_of(st.none(), st.integers(1, 200), st.just(2**40)), alibi=st.booleans(), dtype=DTYPES,
+    num_threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**31),
+)  # fmt: skip
 def test_cpu_attention_equals_a_float64_reference(
     num_kv_heads, group, head_dim, block_size, rows, window, alibi, dtype, num_threads, seed
 ):

@@ -14,35 +14,18 @@ from tests.kernels.paged_batches import Batch, make_spec
 
 @settings(max_examples=120, deadline=None)
 @given(
-    num_kv_heads=st.sampled_from([1, 2, 3]),
-    group=st.sampled_from([1, 2, 5]),
-    head_dim=st.sampled_from([4, 16, 24]),
+    num_kv_heads=st.sampled_from([1, 2, 3]), group=st.sampled_from([1, 2, 5]), head_dim=st.sampled_from([4, 16, 24]),
     block_size=st.sampled_from([1, 2, 5, 16]),
     rows=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=6),
-    mask_limit=st.sampled_from([1, 40, 2**24]),
-    gather_limit=st.sampled_from([1, 50, 2**16]),
-    query_limit=st.sampled_from([1, 3, 256]),
-    window=st.one_of(st.none(), st.integers(1, 70), st.just(2**40)),
+    mask_limit=st.sampled_from([1, 40, 2**24]), gather_limit=st.sampled_from([1, 50, 2**16]),
+    query_limit=st.sampled_from([1, 3, 256]), window=st.one_of(st.none(), st.integers(1, 70), st.just(2**40)),
     kv_dtype=st.sampled_from(["auto", "auto", "fp8_e4m3", "fp8_e5m2"]),
-    scales=st.sampled_from([(1.0, 1.0), (0.037, 2.5)]),
-    alibi=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
+    scales=st.sampled_from([(1.0, 1.0), (0.037, 2.5)]), alibi=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
 def test_torch_attention_equals_a_float64_reference(
-    num_kv_heads,
-    group,
-    head_dim,
-    block_size,
-    rows,
-    mask_limit,
-    gather_limit,
-    query_limit,
-    window,
-    kv_dtype,
-    scales,
-    alibi,
-    seed,
-):
+    num_kv_heads, group, head_dim, block_size, rows, mask_limit, gather_limit, query_limit, window, kv_dtype, scales,
+    alibi, seed,
+):  # fmt: skip
     spec = make_spec(
         num_kv_heads, group, head_dim, block_size, window=window, kv_dtype=kv_dtype, scales=scales, alibi=alibi
     )

@@ -209,18 +209,9 @@ def test_cuda_demanded_and_absent():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"device": "tpu"},
-        {"dtype": "float8"},
-        {"attention": "xformers"},
-        {"max_captured_tokens": -1},
-        {"load_format": "gguf"},
-        {"pace": "fast"},
-        {"cpu_kv_bytes": 0},
-        {"num_threads": 0},
-        {"num_threads": 100_000},
-    ],
-)
+    [{"device": "tpu"}, {"dtype": "float8"}, {"attention": "xformers"}, {"max_captured_tokens": -1},
+     {"load_format": "gguf"}, {"pace": "fast"}, {"cpu_kv_bytes": 0}, {"num_threads": 0}, {"num_threads": 100_000}],
+)  # fmt: skip
 def test_bad_options_are_named(options):
     (key,) = options
     with pytest.raises(ConfigError, match=f"backend.{key} is "):

@@ -64,15 +64,9 @@ def best(reference, prompt: list[int], group: Group, length_penalty: float = 1.0
 def expected_beams(reference, prompt, width, num_tokens, **options) -> list[list[int]]:
     ids = torch.tensor([prompt])
     outputs = reference.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=num_tokens,
-        num_beams=width,
-        num_return_sequences=width,
-        do_sample=False,
-        pad_token_id=0,
-        **options,
-    )
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, num_beams=width,
+        num_return_sequences=width, do_sample=False, pad_token_id=0, **options,
+    )  # fmt: skip
     return [output[len(prompt) :].tolist() for output in outputs]
 
 
@@ -213,13 +207,9 @@ def beam_row(seq_id: int, group_id: int, tokens: list[int], sampling: SamplingPa
     (row,) = core.plan().scheduled
     start = 0 if num_samples > 1 else len(tokens) - 1
     return row.replace(
-        seq_id=seq_id,
-        group_id=group_id,
-        num_samples=num_samples,
-        start=start,
-        num_tokens=len(tokens) - start,
+        seq_id=seq_id, group_id=group_id, num_samples=num_samples, start=start, num_tokens=len(tokens) - start,
         tokens=tokens[start:],
-    )
+    )  # fmt: skip
 
 
 def step(rows, found: list[list[tuple[int, float]]]):

@@ -128,14 +128,10 @@ def test_blocks_swapped_out_are_swap_in_and_copy_destinations_of_the_same_plan(b
     b, c, fork = [*b, 1], [*c, 2], [*c, 3]
     back = [3, 1, 0, 2, 30]
     logits = step_logits(
-        backend,
-        row(1, b, back, start=18),
-        row(2, c, tables["c"], start=18),
-        row(3, fork, [20, 21, 22, 23, 4], start=18),
-        swap_out=pairs(tables["a"], [10, 11, 12, 13, 14]),
-        swap_in=pairs([0, 1, 2, 3, 4], back),
-        copies=((24, 4),),
-    )
+        backend, row(1, b, back, start=18), row(2, c, tables["c"], start=18),
+        row(3, fork, [20, 21, 22, 23, 4], start=18), swap_out=pairs(tables["a"], [10, 11, 12, 13, 14]),
+        swap_in=pairs([0, 1, 2, 3, 4], back), copies=((24, 4),),
+    )  # fmt: skip
     assert_close(logits, *(unshared(backend, tokens) for tokens in (b, c, fork)))
     a = [*a, 5]  # and what went out was read before it was overwritten
     back = [40, 41, 42, 43, 44]

@@ -43,12 +43,9 @@ def references(spec):
     @cache
     def model(window: int) -> Qwen3ForCausalLM:
         config = Qwen3Config.from_pretrained(
-            spec.path,
-            use_sliding_window=True,
-            sliding_window=window,
-            layer_types=["sliding_attention"] * spec.num_hidden_layers,
-            attn_implementation="eager",
-        )
+            spec.path, use_sliding_window=True, sliding_window=window,
+            layer_types=["sliding_attention"] * spec.num_hidden_layers, attn_implementation="eager",
+        )  # fmt: skip
         made = Qwen3ForCausalLM.from_pretrained(spec.path, config=config, dtype=torch.float32).eval()
         assert made.model.layers[0].self_attn.sliding_window == window
         return made

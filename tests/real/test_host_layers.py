@@ -63,15 +63,10 @@ def test_a_row_of_zeros_stays_one():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    tokens=st.integers(1, 70),
-    kv_heads=st.integers(1, 3),
-    group=st.integers(1, 4),
-    head_dim=st.sampled_from([2, 6, 16, 64, 80, 128, 256, 1088]),
-    block_size=st.sampled_from([1, 4, 16]),
-    has_norm=st.booleans(),
-    dtype=DTYPES,
-    seed=SEEDS,
-)
+    tokens=st.integers(1, 70), kv_heads=st.integers(1, 3), group=st.integers(1, 4),
+    head_dim=st.sampled_from([2, 6, 16, 64, 80, 128, 256, 1088]), block_size=st.sampled_from([1, 4, 16]),
+    has_norm=st.booleans(), dtype=DTYPES, seed=SEEDS,
+)  # fmt: skip
 def test_heads_are_turned_and_stored_as_in_float64(
     tokens, kv_heads, group, head_dim, block_size, has_norm, dtype, seed
 ):

@@ -35,13 +35,10 @@ def setup_in_vllm(rng: random.Random, *, is_async: bool) -> Setup:
         if is_merged and (is_async or setup.composition not in SPLIT_NO_PROMPT):
             continue
         return replace(
-            setup,
-            rules=replace(setup.rules, hits_frozen=False),
-            limits=replace(setup.limits, max_num_plans=1 + is_async),
-            num_cpu_blocks=0,
-            preemption="recompute",
+            setup, rules=replace(setup.rules, hits_frozen=False),
+            limits=replace(setup.limits, max_num_plans=1 + is_async), num_cpu_blocks=0, preemption="recompute",
             window=None,
-        )
+        )  # fmt: skip
 
 
 def lived(setup: Setup, rng: random.Random, folder: Path, *, is_newer: bool, num_operations: int = 60) -> Counter[str]:

@@ -43,20 +43,11 @@ def specs(draw: Any) -> ModelSpec:
     # transformers' Llama wants a hidden size that is a multiple of the heads, its OPT has head_dim * heads
     hidden = heads * (head_dim if is_opt else draw(st.sampled_from([1, 4, 7])))
     return ModelSpec(
-        name="any",
-        architecture=architecture,
-        hidden_size=hidden,
-        intermediate_size=2 * draw(st.integers(1, 40)),
-        num_hidden_layers=draw(st.integers(1, 3)),
-        num_attention_heads=heads,
-        num_key_value_heads=heads if is_opt else kv_heads,
-        head_dim=head_dim,
-        vocab_size=draw(st.integers(40, 130)),
-        max_position_embeddings=draw(st.sampled_from([32, 200])),
-        tie_word_embeddings=draw(st.booleans()),
-        rms_norm_eps=draw(st.sampled_from([1e-6, 1e-3])),
-        rope_theta=draw(st.sampled_from([1e4, 5e5])),
-        dtype="float32",
+        name="any", architecture=architecture, hidden_size=hidden, intermediate_size=2 * draw(st.integers(1, 40)),
+        num_hidden_layers=draw(st.integers(1, 3)), num_attention_heads=heads,
+        num_key_value_heads=heads if is_opt else kv_heads, head_dim=head_dim, vocab_size=draw(st.integers(40, 130)),
+        max_position_embeddings=draw(st.sampled_from([32, 200])), tie_word_embeddings=draw(st.booleans()),
+        rms_norm_eps=draw(st.sampled_from([1e-6, 1e-3])), rope_theta=draw(st.sampled_from([1e4, 5e5])), dtype="float32",
         sliding_window=draw(st.sampled_from([None, 1, 5, 30])) if architecture == "MistralForCausalLM" else None,
         word_embed_proj_dim=draw(st.sampled_from([None, 3, 10])) if is_opt else None,
         rope_scaling=None if is_opt else draw(st.sampled_from(SCALINGS)),
@@ -65,17 +56,14 @@ def specs(draw: Any) -> ModelSpec:
         hidden_act=draw(st.sampled_from(["relu", "gelu"])) if is_opt else "silu",
         **(experts(draw) if architecture == "Qwen3MoeForCausalLM" else {}),
         do_layer_norm_before=draw(st.booleans()) if is_opt else True,
-    )
+    )  # fmt: skip
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    spec=specs(),
-    num_ranks=st.sampled_from([1, 2]),
-    block_size=st.sampled_from([1, 3, 4, 16]),
-    cuts=st.sets(st.integers(1, 25)),
-    seed=st.integers(0, 99),
-)
+    spec=specs(), num_ranks=st.sampled_from([1, 2]), block_size=st.sampled_from([1, 3, 4, 16]),
+    cuts=st.sets(st.integers(1, 25)), seed=st.integers(0, 99),
+)  # fmt: skip
 def test_logits_are_those_of_transformers(spec, num_ranks, block_size, cuts, seed):
     rng = random.Random(seed)
     tokens = [rng.randrange(spec.vocab_size) for _ in range(26)]

@@ -23,12 +23,9 @@ def theirs(spec: ModelSpec) -> LlamaRotaryEmbedding:
     scaling = spec.rope_scaling
     rope = {"rope_type": "default"} if scaling is None else {k: v for k, v in asdict(scaling).items() if v is not None}
     config = LlamaConfig(
-        hidden_size=spec.hidden_size,
-        num_attention_heads=spec.num_attention_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_position_embeddings,
-        rope_parameters={**rope, "rope_theta": spec.rope_theta},
-    )
+        hidden_size=spec.hidden_size, num_attention_heads=spec.num_attention_heads, head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_position_embeddings, rope_parameters={**rope, "rope_theta": spec.rope_theta},
+    )  # fmt: skip
     return LlamaRotaryEmbedding(config)
 
 
@@ -46,24 +43,15 @@ SCALINGS = st.one_of(
     st.none(),
     st.builds(RopeScaling, st.just("linear"), numbers["factor"]),
     st.builds(
-        RopeScaling,
-        st.just("llama3"),
-        **numbers,
-        low_freq_factor=st.floats(0.5, 2.0),
+        RopeScaling, st.just("llama3"), **numbers, low_freq_factor=st.floats(0.5, 2.0),
         high_freq_factor=st.floats(2.5, 8.0),
     ),
     st.builds(
-        RopeScaling,
-        st.just("yarn"),
-        **numbers,
-        beta_fast=st.floats(8.0, 64.0),
-        beta_slow=st.floats(0.5, 4.0),
-        attention_factor=st.none() | st.floats(0.5, 2.0),
-        mscale=st.none() | st.floats(0.5, 2.0),
-        mscale_all_dim=st.none() | st.floats(0.5, 2.0),
-        truncate=st.booleans(),
+        RopeScaling, st.just("yarn"), **numbers, beta_fast=st.floats(8.0, 64.0), beta_slow=st.floats(0.5, 4.0),
+        attention_factor=st.none() | st.floats(0.5, 2.0), mscale=st.none() | st.floats(0.5, 2.0),
+        mscale_all_dim=st.none() | st.floats(0.5, 2.0), truncate=st.booleans(),
     ),
-)
+)  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)

@@ -210,12 +210,9 @@ def test_lengths_in_place_of_ids_if_asked_for(tmp_path: Path) -> None:
 
 
 NAMED = {
-    "one": lambda: "a",
-    "list": lambda: ["nobody", "a"],
-    "set": lambda: {"a"},
-    "iterator": lambda: iter(["a", "nobody"]),
-    "all": lambda: None,
-}
+    "one": lambda: "a", "list": lambda: ["nobody", "a"], "set": lambda: {"a"},
+    "iterator": lambda: iter(["a", "nobody"]), "all": lambda: None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("named", NAMED)

@@ -30,14 +30,9 @@ ROOM = Room(
     block_size=4, num_gpu_blocks=160, num_cpu_blocks=24, max_num_seqs=12, max_num_batched_tokens=96, max_model_len=200
 )
 rooms = st.builds(
-    Room,
-    block_size=st.sampled_from((1, 4, 16)),
-    num_gpu_blocks=st.integers(1, 300),
-    num_cpu_blocks=st.integers(0, 40),
-    max_num_seqs=st.integers(1, 40),
-    max_num_batched_tokens=st.integers(1, 300),
-    max_model_len=st.integers(2, 400),
-)
+    Room, block_size=st.sampled_from((1, 4, 16)), num_gpu_blocks=st.integers(1, 300), num_cpu_blocks=st.integers(0, 40),
+    max_num_seqs=st.integers(1, 40), max_num_batched_tokens=st.integers(1, 300), max_model_len=st.integers(2, 400),
+)  # fmt: skip
 
 
 class Device:
@@ -62,13 +57,10 @@ def alone(recorder):
 def bench_of(room: Room, device: Device) -> Bench:
     def scheduler(*, budget: int, caching: bool | None, decodes_wait: bool):
         return make_scheduler(
-            "prefill_first" if decodes_wait else "unified",
-            num_blocks=room.num_gpu_blocks,
-            num_cpu_blocks=room.num_cpu_blocks,
-            block_size=room.block_size,
-            caching=bool(caching),
+            "prefill_first" if decodes_wait else "unified", num_blocks=room.num_gpu_blocks,
+            num_cpu_blocks=room.num_cpu_blocks, block_size=room.block_size, caching=bool(caching),
             limits=make_limits(seqs=room.max_num_seqs, budget=budget, model_len=room.max_model_len),
-        )
+        )  # fmt: skip
 
     return Bench(device, SkippingClock(), room, scheduler, alone, 512, GREEDY)
 
@@ -183,15 +175,10 @@ def test_the_grid_tells_every_coefficient_apart(is_quick):
     draw = Random(4)
     known = Coefficients(**{item.name: draw.uniform(1e3, 9e3) for item in fields(Coefficients)})
     truth = Calibration(
-        manifest(block_size=4),
-        decode_curve=((1, 2e6), (12, 2.5e6)),
-        prefill_curve=((1, 3e6), (96, 9e6)),
-        coefficients=known,
-        ranges={},
-        quality={"all": Quality(1, 1, 0.0, 0.0, 0.0, None)},
-        num_folds=5,
+        manifest(block_size=4), decode_curve=((1, 2e6), (12, 2.5e6)), prefill_curve=((1, 3e6), (96, 9e6)),
+        coefficients=known, ranges={}, quality={"all": Quality(1, 1, 0.0, 0.0, 0.0, None)}, num_folds=5,
         repeated_saving=0.6,
-    )
+    )  # fmt: skip
     shapes = [shape for episode in design(ROOM, is_quick=is_quick) for shape in shapes_of(ROOM, episode)]
     prices = [CalibratedCost(truth).price(shape) for shape in shapes]
     steps = [MeasuredStep(shape, spans, sum(spans), 0) for shape, spans in zip(shapes, prices, strict=True)]

@@ -64,15 +64,9 @@ class Ends(Requests):
 
 
 def serve_on_engine(
-    spec,
-    requests: list[Request],
-    composition: str,
-    num_blocks: int,
-    *,
-    caching: bool = True,
-    budget: int = 64,
+    spec, requests: list[Request], composition: str, num_blocks: int, *, caching: bool = True, budget: int = 64,
     preemption: PreemptionChoice | None = None,
-) -> Ends:
+) -> Ends:  # fmt: skip
     backend = tiny_backend(spec, num_gpu_blocks=num_blocks, num_cpu_blocks=200, max_num_seqs=16)
     return served(
         backend, Ends(requests), composition, num_blocks=num_blocks, num_cpu_blocks=200, caching=caching,
@@ -178,13 +172,9 @@ def test_a_forced_output_still_scores_its_prompt(spec, reference):
 def test_every_request_gets_what_it_gets_alone(spec, alone, composition, num_blocks, mode, caching):
     """A search, which cannot be recomputed, is always swapped."""
     ends = serve_on_engine(
-        spec,
-        requests_of(KINDS, PROMPTS, NUM_TOKENS),
-        composition,
-        num_blocks,
-        caching=caching,
+        spec, requests_of(KINDS, PROMPTS, NUM_TOKENS), composition, num_blocks, caching=caching,
         preemption=PREEMPTION[mode],
-    )
+    )  # fmt: skip
     assert said(ends.done) == said(alone)
     for how, names in ends.preempted.items():
         assert any(alone[name].request.sampling.is_penalised for name in names) == (how == mode)

@@ -119,20 +119,13 @@ def shaped(logits: torch.Tensor, rows: list[ScheduledSequence]) -> list[list[flo
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
 GRID = st.integers(-16, 16).map(lambda number: number / 4)  # equals are common
 PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
-    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.05]),
-    top_k=st.sampled_from([0, -1, 1, 3, 7, VOCAB_SIZE, 1000]),
-    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.3, 1.0]),
-    presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -0.75]),
-    frequency_penalty=st.sampled_from([0.0, 0.0, 0.6, -0.3]),
-    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
-    logit_bias=st.dictionaries(TOKENS, GRID, max_size=3),
-    min_tokens=st.sampled_from([0, 0, 2, 5]),
-    stop_token_ids=st.lists(TOKENS, max_size=2),
-    ignore_eos=st.booleans(),
-    seed=st.sampled_from([None, 0, 7]),
-)
+    SamplingParams, temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.05]), top_k=st.sampled_from([0, -1, 1, 3, 7, VOCAB_SIZE, 1000]),
+    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.3, 1.0]), presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -0.75]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.6, -0.3]), repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
+    logit_bias=st.dictionaries(TOKENS, GRID, max_size=3), min_tokens=st.sampled_from([0, 0, 2, 5]),
+    stop_token_ids=st.lists(TOKENS, max_size=2), ignore_eos=st.booleans(), seed=st.sampled_from([None, 0, 7]),
+)  # fmt: skip
 ROWS = st.lists(
     st.tuples(
         st.lists(TOKENS, min_size=1, max_size=6),

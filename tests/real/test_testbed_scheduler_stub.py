@@ -357,10 +357,8 @@ def test_what_vllm_was_started_with_holds_for_the_cache() -> None:
     ("flags", "key", "settings"),
     [
         ({"policy": "priority"}, "scheduler.queue_order", {"name": "vllm_v1", "queue_order": "fcfs"}),
-        (
-            {"long_prefill_token_threshold": 9}, "scheduler.long_prefill_token_threshold",
-            {"name": "vllm_v1", "long_prefill_token_threshold": 9},
-        ),
+        ({"long_prefill_token_threshold": 9}, "scheduler.long_prefill_token_threshold",
+         {"name": "vllm_v1", "long_prefill_token_threshold": 9}),
     ],
 )  # fmt: skip
 def test_what_only_vllms_own_scheduler_reads_is_refused(

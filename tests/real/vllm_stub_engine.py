@@ -31,14 +31,9 @@ NUM_STEPS_UNMOVED = 500  # without a token: more than any prompt here needs
 
 
 def engine_config(
-    *,
-    max_model_len: int = 64,
-    max_num_seqs: int = 8,
-    is_newer: bool = False,
-    num_blocks: int = 17,
-    specs: tuple[Any, ...] = (),
-    **changes: Any,
-) -> tuple[Any, Any]:
+    *, max_model_len: int = 64, max_num_seqs: int = 8, is_newer: bool = False, num_blocks: int = 17,
+    specs: tuple[Any, ...] = (), **changes: Any,
+) -> tuple[Any, Any]:  # fmt: skip
     """What a scheduler is made with, of an engine that ours takes; num_blocks: with the null block."""
     config = {
         "speculative_config": None, "lora_config": None, "kv_transfer_config": None, "ec_transfer_config": None,

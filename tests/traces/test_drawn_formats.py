@@ -251,18 +251,14 @@ def test_think_times_from_an_older_request_are_replaced_and_counted(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            session(requests=[asked(0, 64, [1, 2])]),
-            r"a\.json:request 1: field 'hash_ids' is 'a list of 2'; expected 1 ids",
-        ),
+        (session(requests=[asked(0, 64, [1, 2])]),
+         r"a\.json:request 1: field 'hash_ids' is 'a list of 2'; expected 1 ids"),
         (session(requests=[asked(0, 0, [])]), "field 'in' is 0"),
         (session(requests=[asked(-1, 64, [1])]), "field 't' is -1"),
         (session(requests=[asked(5, 64, [1]), asked(4, 64, [1])]), "request 2: field 't' is 4; expected at least 5"),
         (session(requests=[asked(5, 64, [1]), asked(6, 64, [1], think_time=-3)]), "field 'think_time' is -3"),
-        (
-            session(requests=[asked(5, 64, [1], api_time="x"), asked(6, 64, [1], think_time=1)]),
-            "request 1: field 'api_time' is 'x'; expected a number of seconds",
-        ),
+        (session(requests=[asked(5, 64, [1], api_time="x"), asked(6, 64, [1], think_time=1)]),
+         "request 1: field 'api_time' is 'x'; expected a number of seconds"),
         (session(requests=[{"t": 0}]), "request 1: field 'in' is missing"),
         (session(requests=[3]), "field 'requests' is 3; expected an object"),
         (session(requests={}), "expected a list of requests"),
@@ -271,7 +267,7 @@ def test_think_times_from_an_older_request_are_replaced_and_counted(tmp_path):
         (session(block_size=0), "field 'block_size' is 0"),
         ({"x.json": "{"}, r"x\.json: not JSON"),
     ],
-)
+)  # fmt: skip
 def test_bad_agentic_sessions_are_refused(tmp_path, files, message):
     with pytest.raises(TraceError, match=message):
         read_trace("agentic", archive(tmp_path / "a.tar.gz", files))

@@ -160,20 +160,16 @@ def test_the_tail_of_a_distribution_is_cut_as_before_and_told():
         ({"think_time_s": 1.0, "max_turns": 2}, []),
         ({"rag": RagConfig(skew=2.0)}, ["trace.rag.skew has no effect with trace.rag.num_documents=0"]),
         ({"rag": RagConfig(num_documents=2, skew=2.0)}, []),
-        (
-            {"prompt": LengthConfig("uniform", value=9.0)},
-            ["trace.prompt.value has no effect with trace.prompt.kind=uniform"],
-        ),
+        ({"prompt": LengthConfig("uniform", value=9.0)},
+         ["trace.prompt.value has no effect with trace.prompt.kind=uniform"]),
         ({"cv": 2.0, "tenants": ({"name": "a", "arrival": "gamma"}, {"name": "b"})}, []),
         (
             {"cv": 2.0, "tenants": ({"name": "a", "cv": 3.0}, {"name": "b"})},
-            [
-                "trace.cv has no effect with trace.arrival=poisson",
-                "trace.tenants[0].cv has no effect with trace.arrival=poisson",
-            ],
+            ["trace.cv has no effect with trace.arrival=poisson",
+             "trace.tenants[0].cv has no effect with trace.arrival=poisson"],
         ),
     ],
-)
+)  # fmt: skip
 def test_settings_without_effect_are_told(values, told):
     config = SyntheticConfig(num_requests=5, **values)
     assert list(generate(config).notes) == told == list(stream_generated(config).notes)
@@ -186,27 +182,21 @@ def test_settings_without_effect_are_told(values, told):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (
-            {"max_session_tokens": "x"},
-            r"trace\.tenants\[0\]\.max_session_tokens is 'x'; it must be a whole number or null",
-        ),
+        ({"max_session_tokens": "x"},
+         r"trace\.tenants\[0\]\.max_session_tokens is 'x'; it must be a whole number or null"),
         ({"turn_prompt": 5}, r"trace\.tenants\[0\]\.turn_prompt is 5; it must be a group with keys of kind, value"),
         ({"rate": True}, r"trace\.tenants\[0\]\.rate is true; it must be a number"),
         ({"priorty": 1}, r"unknown key 'trace\.tenants\[0\]\.priorty'; did you mean 'priority'\?"),
         ({"priority": 0.5}, r"trace\.tenants\[0\]\.priority is 0\.5; it must be a whole number"),
-        (
-            {"priority": 2**31},
-            r"trace\.tenants\[0\]\.priority is 2147483648; it must be -2,147,483,648 to 2,147,483,647",
-        ),
+        ({"priority": 2**31},
+         r"trace\.tenants\[0\]\.priority is 2147483648; it must be -2,147,483,648 to 2,147,483,647"),
         ({"deadline_s": -1}, r"trace\.tenants\[0\]\.deadline_s is -1; it must be 0 to 1e9, or absent"),
         ({"prompt": {"value": 0}}, r"trace\.tenants\[0\]\.prompt\.value is 0; it must be 1 to"),
         ({"share": 10**400}, r"trace\.tenants\[0\]\.share is a whole number of about 401 digits; it must be a finite"),
-        (
-            {"num_users": 10**400},
-            r"trace\.tenants\[0\]\.num_users is a whole number of about 401 digits; it must be 1 to",
-        ),
+        ({"num_users": 10**400},
+         r"trace\.tenants\[0\]\.num_users is a whole number of about 401 digits; it must be 1 to"),
     ],
-)
+)  # fmt: skip
 def test_what_a_tenant_has_of_another_type_is_refused(entry, message):
     with pytest.raises(ConfigError, match=message):
         SyntheticConfig(tenants=({"name": "a", **entry},))

@@ -69,13 +69,8 @@ def test_a_request_carries_the_fields_and_the_tokens_of_its_row():
     request = only(TraceInbox(arrange("x", [given_row]), 100, sampling).due(3))
     assert request.prompt_token_ids == materialize(given_row.prompt, 100)
     assert request.forced_output == materialize((given_row.output,), 100)
-    assert (request.arrival_ns, request.priority, request.tenant, request.session_id, request.turn) == (
-        3,
-        2,
-        "t",
-        "s",
-        0,
-    )
+    assert (request.arrival_ns, request.priority, request.tenant) == (3, 2, "t")
+    assert (request.session_id, request.turn) == ("s", 0)
     assert (request.cancel_after_ns, request.sampling) == (9, sampling)
     free = to_request(TraceRequest("b", 4, given_row.prompt, None), 100)
     assert (free.forced_output, free.arrival_ns) == (None, 4)

@@ -54,18 +54,9 @@ def output_of(row: TraceRequest) -> array:
 
 def test_every_field_is_read(tmp_path):
     row = {
-        "request_id": "a",
-        "arrival_time": 1.5,
-        "prompt_token_ids": [3, 1, 2],
-        "output_token_ids": [9],
-        "priority": -2,
-        "tenant": "t",
-        "session_id": "s",
-        "turn": 0,
-        "cancel_after": 0.25,
-        "deadline": 1.5,
-        "cache_salt": "pepper",
-    }
+        "request_id": "a", "arrival_time": 1.5, "prompt_token_ids": [3, 1, 2], "output_token_ids": [9], "priority": -2,
+        "tenant": "t", "session_id": "s", "turn": 0, "cancel_after": 0.25, "deadline": 1.5, "cache_salt": "pepper",
+    }  # fmt: skip
     later = request("b", session_id="s", turn=1, think_time=2)
     del later["arrival_time"]
     trace = read_trace("jsonl", jsonl(tmp_path, row, later))
@@ -347,21 +338,15 @@ def test_bad_rows_are_refused_with_their_place(tmp_path, row, message):
     ("rows", "message"),
     [
         ([request("a"), request("b"), request("a")], r":3: field 'request_id' is 'a'; .*\(first at .*:1\)"),
-        (
-            [request("a", session_id="s", turn=0), request("b", 1, session_id="s", turn=2)],
-            r":2: field 'turn' is 2 in session 's'; expected 1, the turn after .*:1",
-        ),
-        (
-            [request("a", session_id="s", turn=0), request("b", 1, session_id="s", turn=0)],
-            r":2: field 'turn' is 0 in session 's'; expected 1",
-        ),
-        (
-            [request("a", 5, session_id="s", turn=0), request("b", 1, session_id="s", turn=1)],
-            r":2: turn 1 of session 's' arrives at 1\.0 s, before turn 0 at 5\.0 s",
-        ),
+        ([request("a", session_id="s", turn=0), request("b", 1, session_id="s", turn=2)],
+         r":2: field 'turn' is 2 in session 's'; expected 1, the turn after .*:1"),
+        ([request("a", session_id="s", turn=0), request("b", 1, session_id="s", turn=0)],
+         r":2: field 'turn' is 0 in session 's'; expected 1"),
+        ([request("a", 5, session_id="s", turn=0), request("b", 1, session_id="s", turn=1)],
+         r":2: turn 1 of session 's' arrives at 1\.0 s, before turn 0 at 5\.0 s"),
         ([], "no requests; expected at least one row"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_contradict_each_other_are_refused(tmp_path, rows, message):
     with pytest.raises(TraceError, match=message):
         read_trace("jsonl", jsonl(tmp_path, *rows))
@@ -380,20 +365,12 @@ names = st.text(min_size=1).filter(lambda name: name.strip() != "" and "\ud800" 
 def trace_rows(draw):
     in_session = draw(st.booleans())
     return TraceRequest(
-        request_id=draw(names),
-        arrival_ns=draw(instants),
-        prompt=tuple(draw(st.lists(parts, min_size=1, max_size=4))),
-        output=draw(st.none() | parts),
-        priority=draw(st.integers(-(2**31), 2**31 - 1)),
-        tenant=draw(st.none() | names),
-        session_id=draw(names) if in_session else None,
-        turn=draw(st.integers(0, 10**6)) if in_session else None,
-        think_ns=draw(st.none() | instants) if in_session else None,
-        cancel_after_ns=draw(st.none() | instants),
-        deadline_ns=draw(st.none() | instants),
-        cache_salt=draw(st.none() | names),
-        place=draw(st.just("") | names),
-    )
+        request_id=draw(names), arrival_ns=draw(instants), prompt=tuple(draw(st.lists(parts, min_size=1, max_size=4))),
+        output=draw(st.none() | parts), priority=draw(st.integers(-(2**31), 2**31 - 1)), tenant=draw(st.none() | names),
+        session_id=draw(names) if in_session else None, turn=draw(st.integers(0, 10**6)) if in_session else None,
+        think_ns=draw(st.none() | instants) if in_session else None, cancel_after_ns=draw(st.none() | instants),
+        deadline_ns=draw(st.none() | instants), cache_salt=draw(st.none() | names), place=draw(st.just("") | names),
+    )  # fmt: skip
 
 
 @given(trace_rows(), st.booleans())

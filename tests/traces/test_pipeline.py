@@ -103,10 +103,8 @@ def test_closed_loops_are_served_alike_whole_and_streamed(step, gap_s):
         ({"name": "thin", "fraction": True}, r"fraction is true; it must be a number"),
         ({"name": "limit", "num_requests": 1.5}, "num_requests is 1.5; it must be a whole number"),
         ({"name": "window", "end_s": []}, r"end_s is \[\]; it must be a number or null"),
-        (
-            {"name": "thin", "fraction": 2},
-            r"trace\.transforms\[1\] \(thin\): fraction is 2; it must be above 0, up to 1",
-        ),
+        ({"name": "thin", "fraction": 2},
+         r"trace\.transforms\[1\] \(thin\): fraction is 2; it must be above 0, up to 1"),
         ({"name": "filter"}, "filter is empty; it must be given at least one bound"),
         ({"name": "set_rate", "rate": 9, "by": "wrap"}, r"by is 'wrap'; did you mean 'warp'\?"),
         ({"name": "set_rate", "rate": 9, "by": "thin"}, "rate is 9; it must be at most the trace's own 1 per second"),
@@ -117,10 +115,8 @@ def test_closed_loops_are_served_alike_whole_and_streamed(step, gap_s):
         ),
         ({"name": "set_rate", "rate": 1e-300, "by": "warp"}, "rate is 1e-300; it must be large enough that"),
         ({"name": "scale_rate", "factor": float("inf")}, "factor is inf; it must be a finite number above 0"),
-        (
-            {"name": "scale_rate", "factor": 10**400},
-            "factor is a whole number of about 401 digits; it must be a number",
-        ),
+        ({"name": "scale_rate", "factor": 10**400},
+         "factor is a whole number of about 401 digits; it must be a number"),
         ({"name": "shift", "offset_s": 1e12}, r"must be a number of seconds from -4\.6e\+09 to 4\.6e\+09"),
         ({"name": "scale_lengths"}, r"\[1\] \(scale_lengths\) changes nothing as it is; it has: prompt, output"),
         ({"name": "clip_lengths", "max_prompt_tokens": None}, r"\(clip_lengths\) changes nothing as it is; it has: "),
@@ -137,7 +133,7 @@ def test_closed_loops_are_served_alike_whole_and_streamed(step, gap_s):
         ({"name": "merge", "path": "x", "label": "plain"}, "label is 'plain', which is the name of the first trace"),
         ("thin", r"trace\.transforms\[1\] is 'thin'; it must be \{name: <one of"),
     ],
-)
+)  # fmt: skip
 def test_steps_that_make_no_sense_are_refused(step, message):
     with pytest.raises(ConfigError, match=message):
         transforms.apply_all(plain(0, 1, 2), [{"name": "limit", "num_requests": 3}, step], lambda *_: plain(1))

@@ -28,25 +28,15 @@ def with_one_each(num_requests, tenants, **more):
 
 
 configs = st.builds(
-    with_one_each,
-    num_requests=st.integers(1, 60),
-    arrival=st.sampled_from(SyntheticConfig.KINDS),
-    rate=st.sampled_from([0.1, 2.0, 100.0]),
-    num_users=st.integers(1, 7),
-    prompt=st.just(SHORT),
-    output=st.just(SHORT),
-    max_turns=st.integers(1, 4),
-    closed_loop=st.booleans(),
-    think_time_s=st.sampled_from([0.0, 1.0, 30.0]),
-    max_session_tokens=st.sampled_from([None, 120]),
-    num_system_prompts=st.integers(0, 2),
-    system_prompt_tokens=st.just(9),
-    few_shot=st.sampled_from([FewShotConfig(), FewShotConfig(2, 2, SHORT)]),
+    with_one_each, num_requests=st.integers(1, 60), arrival=st.sampled_from(SyntheticConfig.KINDS),
+    rate=st.sampled_from([0.1, 2.0, 100.0]), num_users=st.integers(1, 7), prompt=st.just(SHORT), output=st.just(SHORT),
+    max_turns=st.integers(1, 4), closed_loop=st.booleans(), think_time_s=st.sampled_from([0.0, 1.0, 30.0]),
+    max_session_tokens=st.sampled_from([None, 120]), num_system_prompts=st.integers(0, 2),
+    system_prompt_tokens=st.just(9), few_shot=st.sampled_from([FewShotConfig(), FewShotConfig(2, 2, SHORT)]),
     rag=st.sampled_from([RagConfig(), RagConfig(5, 2, SHORT)]),
-    agent=st.sampled_from([AgentConfig(), AgentConfig(0, 3, SHORT, SHORT)]),
-    num_tenants=st.integers(0, 2),
+    agent=st.sampled_from([AgentConfig(), AgentConfig(0, 3, SHORT, SHORT)]), num_tenants=st.integers(0, 2),
     tenants=st.sampled_from([(), ({"name": "a", "share": 2, "max_turns": 3}, {"name": "b", "closed_loop": False})]),
-)
+)  # fmt: skip
 
 
 @given(configs, st.integers(0, 3))

@@ -31,33 +31,14 @@ KNOWN = Calibration(
     decode_curve=((1, 2e6), (32, 2.1e6), (256, 5e6)),
     prefill_curve=((16, 3e6), (2700, 60e6)),
     coefficients=Coefficients(
-        50.0,
-        7.0,
-        0.0,
-        80.0,
-        9.0,
-        4e4,
-        90.0,
-        1.5,
-        0.8,
-        0.0,
-        2e4,
-        4e4,
-        3e4,
-        1500.0,
-        9e4,
-        800.0,
-        3e5,
-        4e3,
-        5e4,
-        120.0,
+        50.0, 7.0, 0.0, 80.0, 9.0, 4e4, 90.0, 1.5, 0.8, 0.0, 2e4, 4e4, 3e4, 1500.0, 9e4, 800.0, 3e5, 4e3, 5e4, 120.0,
         700.0,
     ),
     ranges=profiled_ranges(grid()),
     quality={"all": Quality(1, 1, 0.0, 0.0, 0.0, None)},
     num_folds=5,
     repeated_saving=0.4,
-)
+)  # fmt: skip
 ROOFLINE = RooflineCost(MODEL, DeviceSpec("h100"))
 
 
@@ -266,11 +247,8 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
         (["format"], "x", "is no calibrated cost: its 'format' is 'x'; expected 'testbed calibrated cost 5'; `testbed"),
         (["format"], "testbed calibrated cost 10", r"is no .* cost 5' \(a fit of a newer testbed: update this one, "),
         (["format"], "testbed calibrated cost 4", r"is no .* cost 5' \(an older fit: `testbed calibrate fit <its prof"),
-        (
-            ["coefficients_ns", "prefill"],
-            -1,
-            "coefficients_ns.prefill is -1; expected a number of ns, from 0 to 1,000,000,000,000,000",
-        ),
+        (["coefficients_ns", "prefill"], -1,
+         "coefficients_ns.prefill is -1; expected a number of ns, from 0 to 1,000,000,000,000,000"),
         (["coefficients_ns", "prefill"], "2", "coefficients_ns.prefill is '2'"),
         (["coefficients_ns"], {}, "coefficients_ns must hold exactly decode_context_token, "),
         (["decode_curve"], [], r"decode_curve is \[\]; expected a list of \(rows, ns\)"),
@@ -297,7 +275,7 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
         (["ranges", "decode", "num_decodes"], [1, 2.5], "ranges.decode.num_decodes is 2.5; expected a whole number"),
         (["quality"], {}, "quality is {}; expected an object with 'all'"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_fit_is_named_by_file_field_and_value(tmp_path, where, value, message):
     save_calibration(KNOWN, tmp_path / "fit.json")
     document = json.loads((tmp_path / "fit.json").read_text())

@@ -113,14 +113,11 @@ def test_a_small_model_fits_on_every_device_and_has_a_price(name):
     shape = model("qwen3_0.6b")
     assert (
         num_kv_blocks(
-            memory_bytes=spec.memory_bytes,
-            utilization=0.9,
-            weight_bytes=shape.weight_bytes(),
-            activation_bytes=0,
+            memory_bytes=spec.memory_bytes, utilization=0.9, weight_bytes=shape.weight_bytes(), activation_bytes=0,
             block_bytes=16 * shape.kv_bytes_per_token(),
         )
         > 500
-    )
+    )  # fmt: skip
     assert RooflineCost(shape, spec).price(BatchShape(8, 8000, (), 8)).total_ns > 100_000
 
 

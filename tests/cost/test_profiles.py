@@ -72,13 +72,10 @@ def rows() -> list[dict]:
         ("num_samples", 2, "row 1: num_samples is 2; expected at most a row each, 1"),
         ("forward_ns", 10**12, "row 1: forward_ns is 1000000000000, and total_ns 9; expected no part longer than its"),
         ("num_blocks_copied", 2**41, "row 1: num_blocks_copied is 2199023255552; expected at most 1,099,511,627,776"),
-        (
-            "prefills",
-            [{"start": 40_000, "num_tokens": 961}],
-            r"row 1: prefills\[0\] is .*; expected to end within the ",
-        ),
+        ("prefills", [{"start": 40_000, "num_tokens": 961}],
+         r"row 1: prefills\[0\] is .*; expected to end within the "),
     ],
-)
+)  # fmt: skip
 def test_a_bad_row_is_named(tmp_path, field, value, message):
     table = rows()
     table[1][field] = value
@@ -125,18 +122,14 @@ def test_a_profile_from_before_there_were_experts_is_one_of_a_model_without(tmp_
         ({"dtype": "int4"}, "'dtype' is 'int4'; expected one of float32, "),
         ({"model": manifest().model | {"rope_scaling": {"factor": 2}}}, "model.rope_scaling is .*; expected null, or "),
         ({"model": manifest().model | EXPERTS | {"num_experts": "8"}}, "model.num_experts is '8'; expected int"),
-        (
-            {"model": manifest().model | {"num_experts": 8}},
-            "model.num_experts_per_tok is null; set all of num_experts, ",
-        ),
-        (
-            {"model": manifest().model | {"rms_norm_eps": float("nan")}},
-            "model.rms_norm_eps is nan; it must be a number",
-        ),
+        ({"model": manifest().model | {"num_experts": 8}},
+         "model.num_experts_per_tok is null; set all of num_experts, "),
+        ({"model": manifest().model | {"rms_norm_eps": float("nan")}},
+         "model.rms_norm_eps is nan; it must be a number"),
         ({"model": {"name": "x"}}, "'model' lacks architecture, hidden_size"),
         ({"device": None}, "'device' is None; expected str"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_manifest_is_named(tmp_path, change, message):
     file = tmp_path / "p.parquet"
     write_profile(file, manifest(), STEPS[:1])

@@ -17,13 +17,9 @@ import pyarrow.parquet as pq
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 
 ARROW = {
-    "string": pa.string(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "uint64": pa.uint64(),
-    "double": pa.float64(),
+    "string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "uint64": pa.uint64(), "double": pa.float64(),
     "list<int64>": pa.list_(pa.int64()),
-}
+}  # fmt: skip
 BLOCK = 16
 
 
@@ -59,13 +55,9 @@ def table(rows: list[dict[str, Any]], schema: dict[str, str]) -> pa.Table:
 def request_row(**values: Any) -> dict[str, Any]:
     """One request row; instants in ns. `token_ns` fills first_token_ns and num_output_tokens unless they are given."""
     row = {
-        "tenant": "a",
-        "priority": 0,
-        "num_prompt_tokens": 10,
-        "num_output_tokens": 0,
-        "num_token_steps": 0,
+        "tenant": "a", "priority": 0, "num_prompt_tokens": 10, "num_output_tokens": 0, "num_token_steps": 0,
         "num_cached_tokens": 0,
-    }
+    }  # fmt: skip
     row |= {"num_preemptions": 0, "num_recomputed_tokens": 0, "arrival_ns": 0, "queued_ns": 0} | values
     tokens = row.get("token_ns")
     if tokens:
@@ -75,16 +67,9 @@ def request_row(**values: Any) -> dict[str, Any]:
 
 
 def simulate(
-    seed: int = 0,
-    num_requests: int = 60,
-    rate: float = 8.0,
-    chunked: bool = True,
-    watermark: float = 0.01,
-    prefix_caching: bool = True,
-    num_blocks: int = 260,
-    noise: float = 0.0,
-    stop_s: float | None = None,
-) -> tuple[pa.Table, pa.Table, dict[str, Any]]:
+    seed: int = 0, num_requests: int = 60, rate: float = 8.0, chunked: bool = True, watermark: float = 0.01,
+    prefix_caching: bool = True, num_blocks: int = 260, noise: float = 0.0, stop_s: float | None = None,
+) -> tuple[pa.Table, pa.Table, dict[str, Any]]:  # fmt: skip
     """(requests, steps, manifest) of a first-come-first-served engine with recompute preemption."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, num_requests))
@@ -221,13 +206,9 @@ def row_of(job: Job) -> dict[str, Any]:
 
 
 def write_folder(
-    folder: Path,
-    requests: pa.Table,
-    steps: pa.Table,
-    manifest: dict[str, Any],
-    config: dict[str, Any],
+    folder: Path, requests: pa.Table, steps: pa.Table, manifest: dict[str, Any], config: dict[str, Any],
     done: bool = True,
-) -> Path:
+) -> Path:  # fmt: skip
     """A run folder as the writer makes it, without summary.json."""
     folder.mkdir(parents=True, exist_ok=True)
     config = config | {group: {} for group in ("backend", "scheduler", "cache", "trace") if group not in config}

@@ -59,14 +59,10 @@ def run_of(replicas: int, seed: int, num_requests: int, stop_s: float | None, ke
 
 @settings(max_examples=25, deadline=None, derandomize=True, print_blob=True)
 @given(
-    replicas=st.sampled_from((1, 1, 2, 3)),
-    seed=st.integers(0, 1000),
-    num_requests=st.sampled_from((1, 2, 15, 40)),
-    stop_s=st.sampled_from((None, None, 0.0, 0.7, 2.5)),
-    warmup_s=st.sampled_from((0.0, 0.0, 0.5, 100.0)),
-    keep_tokens=st.booleans(),
-    size=st.sampled_from(SIZES),
-)
+    replicas=st.sampled_from((1, 1, 2, 3)), seed=st.integers(0, 1000), num_requests=st.sampled_from((1, 2, 15, 40)),
+    stop_s=st.sampled_from((None, None, 0.0, 0.7, 2.5)), warmup_s=st.sampled_from((0.0, 0.0, 0.5, 100.0)),
+    keep_tokens=st.booleans(), size=st.sampled_from(SIZES),
+)  # fmt: skip
 def test_rows_may_come_in_any_batches(
     replicas: int, seed: int, num_requests: int, stop_s: float | None, warmup_s: float, keep_tokens: bool,
     size: int | None,
@@ -88,12 +84,9 @@ def test_rows_may_come_in_any_batches(
 
 @settings(max_examples=15, deadline=None, derandomize=True, print_blob=True)
 @given(
-    replicas=st.sampled_from((1, 3)),
-    seed=st.integers(0, 1000),
-    stop_s=st.sampled_from((None, 0.7, 2.5)),
-    warmup_s=st.sampled_from((0.0, 0.5)),
-    sizes=st.tuples(st.integers(5, 60), st.integers(3, 60)),
-)
+    replicas=st.sampled_from((1, 3)), seed=st.integers(0, 1000), stop_s=st.sampled_from((None, 0.7, 2.5)),
+    warmup_s=st.sampled_from((0.0, 0.5)), sizes=st.tuples(st.integers(5, 60), st.integers(3, 60)),
+)  # fmt: skip
 def test_requests_may_come_in_any_pieces_and_windows(
     replicas: int, seed: int, stop_s: float | None, warmup_s: float, sizes: tuple[int, int]
 ) -> None:

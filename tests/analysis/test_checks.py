@@ -52,19 +52,13 @@ def random_trace(rng: random.Random, num_requests: int) -> Trace:
             shared = (Span(key, 0, num_shared),) if num_shared else ()
             rows.append(
                 TraceRequest(
-                    f"s{number}-{turn}",
-                    now_ns,
-                    (*shared, Span(1000 + number, 0, text)),
-                    Span(1000 + number, text, output),
-                    priority=rng.randrange(3),
-                    tenant=rng.choice(("a", "b")),
-                    session_id=f"s{number}",
-                    turn=turn,
-                    think_ns=rng.choice((0, 2 * MS)) if turn else None,
+                    f"s{number}-{turn}", now_ns, (*shared, Span(1000 + number, 0, text)),
+                    Span(1000 + number, text, output), priority=rng.randrange(3), tenant=rng.choice(("a", "b")),
+                    session_id=f"s{number}", turn=turn, think_ns=rng.choice((0, 2 * MS)) if turn else None,
                     cancel_after_ns=rng.randrange(30 * MS) if rng.random() < 0.1 else None,
                     deadline_ns=rng.choice((None, 20 * MS)),
                 )
-            )
+            )  # fmt: skip
             text += output + rng.randrange(1, 5)
     return arrange("random", rows)
 
@@ -374,13 +368,9 @@ def test_sums_beyond_64_bits_are_exact() -> None:
     request |= {"finish_reason": "length", "num_prompt_tokens": 1, "num_output_tokens": 1, "num_token_steps": 1}
     request |= {"num_cached_tokens": 0, "num_preemptions": 0, "num_recomputed_tokens": 0, "replica": 0}
     step = {
-        "replica": 0,
-        "start_ns": 0,
-        "end_ns": length,
-        "num_running": num,
-        "num_prefill_tokens": num,
+        "replica": 0, "start_ns": 0, "end_ns": length, "num_running": num, "num_prefill_tokens": num,
         "num_emitted": num,
-    }
+    }  # fmt: skip
     names = ("num_decode_tokens", "num_waiting", "num_swapped", "num_cached_tokens", "num_preempted", "num_ignored")
     checks = run_checks(pd.DataFrame([request] * num), pd.DataFrame([step | dict.fromkeys(names, 0)]), SIM)
     assert [check["holds"] for check in checks.values()] == [True, True, True]

@@ -125,11 +125,8 @@ def test_a_fair_order_keeps_the_gap_small(tmp_path: Path) -> None:
     """Three of four requests are of one tenant, more than the engine serves; each has its tokens in the end."""
     tenants = [{"name": "heavy", "share": 3}, {"name": "light", "share": 1}]
     trace: dict[str, Any] = {
-        "num_requests": 300,
-        "rate": 100.0,
-        "tenants": tenants,
-        "output": {"kind": "constant", "value": 40},
-    }
+        "num_requests": 300, "rate": 100.0, "tenants": tenants, "output": {"kind": "constant", "value": 40},
+    }  # fmt: skip
     found = {}
     for order in ("fcfs", "vtc"):
         scheduler = {"name": "decode_first", "queue_order": order, "max_num_seqs": 8}

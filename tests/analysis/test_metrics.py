@@ -215,13 +215,10 @@ def test_hits_preemptions_and_fairness():
 def test_a_deadline_is_met_by_a_request_that_is_complete_at_its_client_by_then():
     """FINISHED ends at 7 s."""
     rows = requests(
-        FINISHED | {"deadline_ns": 7 * S},
-        FINISHED | {"deadline_ns": 7 * S - 1},
+        FINISHED | {"deadline_ns": 7 * S}, FINISHED | {"deadline_ns": 7 * S - 1},
         FINISHED | {"deadline_ns": 7 * S, "first_sent_ns": 4 * S, "last_sent_ns": 7 * S + 1},
-        FINISHED | {"deadline_ns": 9 * S, "finish_reason": "abort"},
-        {"deadline_ns": 99 * S},
-        FINISHED,
-    )
+        FINISHED | {"deadline_ns": 9 * S, "finish_reason": "abort"}, {"deadline_ns": 99 * S}, FINISHED,
+    )  # fmt: skip
     found = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {})["deadlines"]
     assert (found["num"], found["num_met"], found["met"]) == (5, 1, 0.2)
     assert found["met_ci95"][0] < 0.2 < found["met_ci95"][1]

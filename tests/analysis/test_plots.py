@@ -131,12 +131,8 @@ def test_on_a_phone_the_panels_stand_below_each_other_and_show_the_same(runs, ki
 def test_arms_of_many_factors_leave_room_for_their_bars_and_are_told_apart(is_narrow):
     base = ["max num batched tokens 2048", "preemption auto", "queue order fcfs", "watermark 0", "prefix caching on"]
     others = [
-        "max num batched tokens 8192",
-        "preemption swap",
-        "queue order sjf",
-        "watermark 0.05",
-        "prefix caching off",
-    ]
+        "max num batched tokens 8192", "preemption swap", "queue order sjf", "watermark 0.05", "prefix caching off",
+    ]  # fmt: skip
     arms = [", ".join([*base[:i], other, *base[i + 1 :]]) for i, other in enumerate(others)]
     estimate = mean_t(np.log([5.0, 5.2]), "log_ratio")
     rows = [Comparison(arm, metric, 1.0, estimate, "higher", base=2.0) for metric in LATENCY[:4] for arm in arms]

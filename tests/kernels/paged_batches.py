@@ -20,17 +20,10 @@ LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 
 
 def make_spec(
-    num_kv_heads: int = 2,
-    group: int = 2,
-    head_dim: int = 8,
-    block_size: int = 4,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device = CPU,
-    window: int | None = None,
-    kv_dtype: str = "auto",
-    scales: tuple[float, float] = (1.0, 1.0),
-    alibi: bool = False,
-) -> AttentionSpec:
+    num_kv_heads: int = 2, group: int = 2, head_dim: int = 8, block_size: int = 4, dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU, window: int | None = None, kv_dtype: str = "auto",
+    scales: tuple[float, float] = (1.0, 1.0), alibi: bool = False,
+) -> AttentionSpec:  # fmt: skip
     num_heads = num_kv_heads * group
     slopes = tuple(0.5 ** (1 + 0.7 * head) for head in range(num_heads)) if alibi else None
     return AttentionSpec(
@@ -79,13 +72,9 @@ class Batch:
     """
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        rows: Sequence[tuple[int, int]],
-        seed: int,
-        released: int = NO_BLOCK,
+        self, spec: AttentionSpec, rows: Sequence[tuple[int, int]], seed: int, released: int = NO_BLOCK,
         poison: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Rows are (cached positions, new tokens). released: stands for blocks outside a row's window."""
         rng = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)

@@ -40,18 +40,13 @@ def assert_right(batch: Batch, output: torch.Tensor, expected: torch.Tensor, tol
 
 @settings(max_examples=12)
 @given(
-    num_kv_heads=st.sampled_from([1, 2]),
-    group=st.sampled_from([1, 2, 5, 8]),
-    head_dim=st.sampled_from([16, 24, 64, 80, 112]),
-    block_size=st.sampled_from([1, 5, 8, 16, 32]),
+    num_kv_heads=st.sampled_from([1, 2]), group=st.sampled_from([1, 2, 5, 8]),
+    head_dim=st.sampled_from([16, 24, 64, 80, 112]), block_size=st.sampled_from([1, 5, 8, 16, 32]),
     rows=st.lists(st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 30))), min_size=1, max_size=3),
     dtype=st.sampled_from([torch.float32, torch.float16]),
-    window=st.one_of(st.none(), st.integers(1, 70), st.just(2**40)),
-    alibi=st.booleans(),
-    kv_dtype=st.sampled_from(FORMATS),
-    scales=st.sampled_from([(1.0, 1.0), (0.037, 2.5)]),
-    seed=SEEDS,
-)
+    window=st.one_of(st.none(), st.integers(1, 70), st.just(2**40)), alibi=st.booleans(),
+    kv_dtype=st.sampled_from(FORMATS), scales=st.sampled_from([(1.0, 1.0), (0.037, 2.5)]), seed=SEEDS,
+)  # fmt: skip
 def test_mixed_batches(num_kv_heads, group, head_dim, block_size, rows, dtype, window, alibi, kv_dtype, scales, seed):
     """Prefills, chunks and decodes side by side; what lies in the cache and belongs to nobody is not a number."""
     spec = make_spec(
@@ -109,12 +104,9 @@ def decode_by(batch: Batch, num_parts: int | None) -> torch.Tensor:
 @settings(max_examples=8)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 30, 31, 32, 33, 63, 64, 95, 127, 128, 200]), min_size=1, max_size=4),
-    num_parts=st.sampled_from([1, 2, 3, 7, 20]),
-    window=st.one_of(st.none(), st.sampled_from([1, 32, 33, 100, 500])),
-    alibi=st.booleans(),
-    kv_dtype=st.sampled_from(FORMATS),
-    seed=SEEDS,
-)
+    num_parts=st.sampled_from([1, 2, 3, 7, 20]), window=st.one_of(st.none(), st.sampled_from([1, 32, 33, 100, 500])),
+    alibi=st.booleans(), kv_dtype=st.sampled_from(FORMATS), seed=SEEDS,
+)  # fmt: skip
 def test_decodes_in_parts(lengths, num_parts, window, alibi, kv_dtype, seed):
     """Parts of 32 keys or more; also more parts than there are keys for."""
     spec = make_spec(2, 3, 24, 16, window=window, alibi=alibi, kv_dtype=kv_dtype, scales=(0.5, 3.0))
@@ -166,12 +158,9 @@ def test_lengths_are_read_when_the_kernel_runs():
 @settings(max_examples=25)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 700), st.sampled_from([0, 1, 127, 128, 129])), min_size=1, max_size=150),
-    outlier=st.integers(0, 100_000),
-    num_parts=st.integers(2, 300),
-    window=st.one_of(st.none(), st.integers(1, 2000)),
-    is_mixed=st.booleans(),
-    seed=SEEDS,
-)
+    outlier=st.integers(0, 100_000), num_parts=st.integers(2, 300), window=st.one_of(st.none(), st.integers(1, 2000)),
+    is_mixed=st.booleans(), seed=SEEDS,
+)  # fmt: skip
 def test_how_contexts_are_cut(lengths, outlier, num_parts, window, is_mixed, seed):
     """Parts of one length cover the keys of every decode, in order; there is room for all of them; none is much longer
     than its share of all keys."""

@@ -24,13 +24,10 @@ FORMATS = ["auto", "fp8_e4m3", "fp8_e5m2"]
 
 @settings(max_examples=25)
 @given(
-    num_kv_heads=st.sampled_from([1, 3, 8]),
-    head_dim=st.sampled_from([16, 80, 256]),
-    block_size=st.sampled_from([1, 5, 16]),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    kv_dtype=st.sampled_from(FORMATS),
-    seed=SEEDS,
-)
+    num_kv_heads=st.sampled_from([1, 3, 8]), head_dim=st.sampled_from([16, 80, 256]),
+    block_size=st.sampled_from([1, 5, 16]), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    kv_dtype=st.sampled_from(FORMATS), seed=SEEDS,
+)  # fmt: skip
 def test_store(num_kv_heads, head_dim, block_size, dtype, kv_dtype, seed):
     """Keys and values as they come out of one projection; some tokens have no slot."""
     rng = np.random.default_rng(seed)

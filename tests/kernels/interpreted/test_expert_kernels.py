@@ -18,15 +18,10 @@ from testbed.specs.quantization import Fp8Scheme
 
 @settings(max_examples=25)
 @given(
-    num_tokens=st.sampled_from([1, 2, 7, 33]),
-    num_experts=st.sampled_from([1, 3, 8]),
-    per_token=st.integers(1, 4),
-    hidden=st.sampled_from([16, 64, 72]),
-    inner=st.sampled_from([8, 64, 100]),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
-    crowds=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
+    num_tokens=st.sampled_from([1, 2, 7, 33]), num_experts=st.sampled_from([1, 3, 8]), per_token=st.integers(1, 4),
+    hidden=st.sampled_from([16, 64, 72]), inner=st.sampled_from([8, 64, 100]),
+    dtype=st.sampled_from([torch.float32, torch.float16]), crowds=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
 def test_results_are_those_of_each_expert_by_itself(
     num_tokens, num_experts, per_token, hidden, inner, dtype, crowds, seed
 ):
@@ -53,13 +48,10 @@ def test_results_are_those_of_each_expert_by_itself(
 
 @settings(max_examples=15)
 @given(
-    num_tokens=st.sampled_from([1, 9]),
-    groups=st.sampled_from([(10, 7), (128, 128), (1, None), (None, None)]),
-    hidden=st.sampled_from([64, 72, 136]),
-    inner=st.sampled_from([24, 64]),
-    start=st.sampled_from([0, 32, 64]),
+    num_tokens=st.sampled_from([1, 9]), groups=st.sampled_from([(10, 7), (128, 128), (1, None), (None, None)]),
+    hidden=st.sampled_from([64, 72, 136]), inner=st.sampled_from([24, 64]), start=st.sampled_from([0, 32, 64]),
     seed=st.integers(0, 2**31),
-)
+)  # fmt: skip
 def test_fp8_weights_are_multiplied_by_their_scales(num_tokens, groups, hidden, inner, start, seed):
     """Also where a rank's columns begin within a block of weights that share a scale."""
     generator = torch.Generator().manual_seed(seed)
@@ -103,13 +95,9 @@ def test_tiles_hold_every_pair_once_and_are_of_one_expert(num_tokens, num_expert
 
 
 @given(
-    num_tokens=st.integers(1, 5),
-    num_experts=st.sampled_from([1, 3, 8, 60, 128]),
-    per_token=st.integers(1, 8),
-    normalizes=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
-    seed=st.integers(0, 2**31),
-)
+    num_tokens=st.integers(1, 5), num_experts=st.sampled_from([1, 3, 8, 60, 128]), per_token=st.integers(1, 8),
+    normalizes=st.booleans(), dtype=st.sampled_from([torch.float32, torch.float16]), seed=st.integers(0, 2**31),
+)  # fmt: skip
 def test_the_experts_of_the_largest_scores_are_chosen(num_tokens, num_experts, per_token, normalizes, dtype, seed):
     """Scores differ, or lie so far apart that shares are 0."""
     per_token = min(per_token, num_experts)

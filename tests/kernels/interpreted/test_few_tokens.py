@@ -29,13 +29,10 @@ def draw(scheme: Fp8Scheme, num_out: int, num_in: int, start: int, seed: int) ->
 
 @settings(max_examples=30)
 @given(
-    groups=st.sampled_from([(10, 7), (128, 128), (1, None), (None, None)]),
-    num_out=st.sampled_from([16, 72, 130]),
-    num_in=st.sampled_from([8, 64, 200]),
-    start=st.sampled_from([0, 32, 128]),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
-    seed=st.integers(0, 2**31),
-)
+    groups=st.sampled_from([(10, 7), (128, 128), (1, None), (None, None)]), num_out=st.sampled_from([16, 72, 130]),
+    num_in=st.sampled_from([8, 64, 200]), start=st.sampled_from([0, 32, 128]),
+    dtype=st.sampled_from([torch.float32, torch.float16]), seed=st.integers(0, 2**31),
+)  # fmt: skip
 def test_a_weight_is_dequantised_as_by_torch(groups, num_out, num_in, start, dtype, seed):
     matrix = draw(Fp8Scheme(*groups), num_out, num_in, start, seed)
     assert matrix.scales is not None
@@ -46,14 +43,10 @@ def test_a_weight_is_dequantised_as_by_torch(groups, num_out, num_in, start, dty
 @settings(max_examples=40)
 @given(
     groups=st.sampled_from([None, (128, 128), (48, 256), (1, None), (None, None)]),
-    num_tokens=st.sampled_from([1, 5, 16, 17, 64]),
-    num_out=st.sampled_from([16, 72, 200]),
-    num_in=st.sampled_from([72, 640, 1000]),
-    num_processors=st.sampled_from([1, 4, 132]),
-    has_bias=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
-    seed=st.integers(0, 2**31),
-)
+    num_tokens=st.sampled_from([1, 5, 16, 17, 64]), num_out=st.sampled_from([16, 72, 200]),
+    num_in=st.sampled_from([72, 640, 1000]), num_processors=st.sampled_from([1, 4, 132]), has_bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float16]), seed=st.integers(0, 2**31),
+)  # fmt: skip
 def test_a_few_tokens_are_multiplied_by_the_stored_weight(
     groups, num_tokens, num_out, num_in, num_processors, has_bias, dtype, seed
 ):

@@ -28,17 +28,11 @@ def reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: tor
 
 @settings(max_examples=15, deadline=None)
 @given(
-    num_tokens=st.integers(1, 5),
-    num_kv_heads=st.sampled_from([1, 3, 8, 9, 17]),
-    group=st.sampled_from([1, 2, 4]),
-    eps=st.sampled_from([1e-6, 0.5]),
-    head_dim=st.sampled_from([2, 16, 24, 80, 128]),
-    block_size=st.sampled_from([1, 4, 16]),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
-    kv_dtype=st.sampled_from(sorted(FP8)),
-    has_norm=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
+    num_tokens=st.integers(1, 5), num_kv_heads=st.sampled_from([1, 3, 8, 9, 17]), group=st.sampled_from([1, 2, 4]),
+    eps=st.sampled_from([1e-6, 0.5]), head_dim=st.sampled_from([2, 16, 24, 80, 128]),
+    block_size=st.sampled_from([1, 4, 16]), dtype=st.sampled_from([torch.float32, torch.float16]),
+    kv_dtype=st.sampled_from(sorted(FP8)), has_norm=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
 def test_heads(num_tokens, num_kv_heads, group, eps, head_dim, block_size, dtype, kv_dtype, has_norm, seed):
     """The views of one projection; tokens that only pad a batch have slot -1."""
     rng = np.random.default_rng(seed)

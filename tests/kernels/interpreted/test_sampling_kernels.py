@@ -86,15 +86,11 @@ def test_noise_is_right_to_its_last_digits_where_races_are_won(seed):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    vocab_size=st.sampled_from([1, 2, 15, 64, 100, 257]),
-    temperature=st.sampled_from([0.25, 1.0, 2.0]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05]),
-    top_k=st.sampled_from([1, 2, 7, 50, 1000]),
-    top_p=st.sampled_from([ALL, 0.99, 0.7, 0.2, 1e-6]),
-    grid=st.sampled_from([0.0, 0.5, 2.0]),
-    forbidden=st.sampled_from([0.0, 0.3]),
-    seed=SEEDS,
-)
+    vocab_size=st.sampled_from([1, 2, 15, 64, 100, 257]), temperature=st.sampled_from([0.25, 1.0, 2.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05]), top_k=st.sampled_from([1, 2, 7, 50, 1000]),
+    top_p=st.sampled_from([ALL, 0.99, 0.7, 0.2, 1e-6]), grid=st.sampled_from([0.0, 0.5, 2.0]),
+    forbidden=st.sampled_from([0.0, 0.3]), seed=SEEDS,
+)  # fmt: skip
 def test_what_filters_keep(vocab_size, temperature, min_p, top_k, top_p, grid, forbidden, seed):
     rng = np.random.default_rng(seed)
     logits = random_logits(rng, (3, vocab_size), grid, forbidden)
@@ -128,16 +124,11 @@ def limits_of(num: int, min_p: float, top_k: int, top_p: float) -> tuple[torch.T
 
 @settings(max_examples=20, deadline=None)
 @given(
-    num_draws=st.integers(1, 4),
-    vocab_size=st.sampled_from([1, 2, 15, 32, 33, 100, 257]),
-    temperature=st.sampled_from([1e-35, 0.2, 1.0, 3.0]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
-    top_k=st.sampled_from([1, 2, 7, 50, 1000]),
-    top_p=st.sampled_from([ALL, 0.99, 0.7, 0.2, 1e-6]),
-    grid=st.sampled_from([0.0, 0.5]),
-    forbidden=st.sampled_from([0.0, 0.3]),
-    seed=SEEDS,
-)
+    num_draws=st.integers(1, 4), vocab_size=st.sampled_from([1, 2, 15, 32, 33, 100, 257]),
+    temperature=st.sampled_from([1e-35, 0.2, 1.0, 3.0]), min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+    top_k=st.sampled_from([1, 2, 7, 50, 1000]), top_p=st.sampled_from([ALL, 0.99, 0.7, 0.2, 1e-6]),
+    grid=st.sampled_from([0.0, 0.5]), forbidden=st.sampled_from([0.0, 0.3]), seed=SEEDS,
+)  # fmt: skip
 def test_draws(num_draws, vocab_size, temperature, min_p, top_k, top_p, grid, forbidden, seed):
     rng = np.random.default_rng(seed)
     logits = random_logits(rng, (num_draws + 1, vocab_size), grid, forbidden)

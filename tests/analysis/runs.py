@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,15 @@ def write_run(folder: Path, backend: str = "sim", **options: Any) -> Path:
         {"attention": "torch", "cost": None} if backend == "real" else {}
     )
     return write_folder(folder, requests, steps, manifest, config, done=options.get("stop_s") is None)
+
+
+def write_runs(root: Path, backend: str = "sim", **options: Any) -> list[Path]:
+    """A run of each combination of the options that are lists, the last one fastest; its folder is named by them."""
+    swept = {name: values for name, values in options.items() if isinstance(values, list)}
+    return [
+        write_run(root / "-".join(map(str, values)), backend, **options | dict(zip(swept, values, strict=True)))
+        for values in product(*swept.values())
+    ]
 
 
 def change_config(folder, **settings):

@@ -32,7 +32,7 @@ from analysis.reports.asked import asks_beside_slo, observed, without_interval
 from analysis.reports.figures import telling
 from analysis.reports.first_screen import MAX_SENTENCES, answer, conditions
 from analysis.reports.trust import trust
-from tests.analysis.runs import write_run
+from tests.analysis.runs import write_run, write_runs
 
 BASE = [Arm("base", {}, ())]
 
@@ -341,10 +341,8 @@ def test_attainment_is_told_of_few_loads_and_arms(arms: list[Arm]) -> None:
 
 @pytest.fixture
 def arms(tmp_path: Path) -> list[Arm]:
-    for chunked in (False, True):
-        for seed in range(5):
-            write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, num_requests=30)
-    return infer_arms([load_run(folder) for folder in sorted(tmp_path.iterdir())])
+    folders = write_runs(tmp_path, chunked=[False, True], seed=[*range(5)], num_requests=30)
+    return infer_arms([*map(load_run, folders)])
 
 
 def test_runs_beyond_capacity_count_where_both_arms_ran_their_trace(arms: list[Arm]) -> None:

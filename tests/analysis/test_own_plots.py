@@ -13,13 +13,12 @@ from analysis.reports.parts import OwnPlot, PlotError, ReportInput
 from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import ConfigError
 from tests.analysis.page import Page
-from tests.analysis.runs import write_run
+from tests.analysis.runs import write_run, write_runs
 
 
 def test_own_plots_get_all_compared_runs_and_stand_after_the_others(tmp_path):
     """Of the figures of pyplot each plot finds none of another's."""
-    for chunked in (False, True):
-        write_run(tmp_path / "runs" / str(chunked), chunked=chunked, num_requests=10)
+    write_runs(tmp_path / "runs", chunked=[False, True], num_requests=10)
     given = []
 
     def dots(sweep: Sweep):

@@ -23,23 +23,20 @@ from analysis.reports.parts import ReportInput, Sections
 from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import RunFolderError
 from tests.analysis.page import Page
-from tests.analysis.runs import change_config, change_manifest, write_run
+from tests.analysis.runs import change_config, change_manifest, write_run, write_runs
 
 FEW = {"num_requests": 10}
 SMALL = {"num_requests": 40, "rate": 12.0, "num_blocks": 120}
+BOTH = [False, True]
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     """A 2 x 2 design over three seeds, and a pair of runs for each composition on another trace."""
     root = tmp_path_factory.mktemp("sweep")
-    for chunked in (False, True):
-        for caching in (False, True):
-            for seed in range(3):
-                folder = root / "ablation" / f"{chunked}-{caching}-{seed}"
-                write_run(folder, seed=seed, chunked=chunked, prefix_caching=caching, **SMALL)
-        write_run(root / "pairs" / f"sim-{chunked}", seed=9, chunked=chunked, num_requests=20)
-        write_run(root / "pairs" / f"real-{chunked}", "real", seed=9, chunked=chunked, num_requests=20, noise=0.1)
+    write_runs(root / "ablation", chunked=BOTH, prefix_caching=BOTH, seed=[0, 1, 2], **SMALL)
+    write_runs(root / "pairs" / "sim", seed=9, chunked=BOTH, num_requests=20)
+    write_runs(root / "pairs" / "real", "real", seed=9, chunked=BOTH, num_requests=20, noise=0.1)
     write_run(root / "ablation" / "broken", stop_s=1.0, num_requests=30)
     return root
 
@@ -47,12 +44,8 @@ def sweep(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(sweep, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "report.html"
-    path = report_from_folders(
-        [sweep / "ablation", sweep / "pairs"],
-        out,
-        title="<script>alert(1)</script> [x](http://y) for $1 or $2",
-        question="1. Is a < b & c?",
-    )
+    title = "<script>alert(1)</script> [x](http://y) for $1 or $2"
+    path = report_from_folders([sweep / "ablation", sweep / "pairs"], out, title=title, question="1. Is a < b & c?")
     assert path == out
     return path
 
@@ -214,8 +207,7 @@ def test_a_noisy_machine_is_told_first(tmp_path):
     assert fidelity_findings.too_noisy({"ttft_s.p50": 0.1}, is_scaled=False) == []
     assert fidelity_findings.too_noisy({}, is_scaled=False) == []
     assert not fidelity_findings.too_noisy({"ttft_s.p99": 0.8}, is_scaled=False), "the worst of few requests"
-    for chunked in (False, True):
-        write_run(tmp_path / "all" / f"{chunked}", chunked=chunked, num_requests=10)
+    write_runs(tmp_path / "all", chunked=BOTH, **FEW)
     for name, noise in (("real", 0.1), ("real-again", 0.8)):
         write_run(tmp_path / "all" / name, "real", num_requests=10, noise=noise)
     path = report_from_folders([tmp_path / "all"], tmp_path / "report.html")
@@ -228,8 +220,7 @@ def test_a_noisy_machine_is_told_first(tmp_path):
 
 @pytest.mark.usefixtures("unrendered")
 def test_what_failed_or_was_ignored_is_told_first_with_its_arm(tmp_path):
-    for chunked in (False, True):
-        write_run(tmp_path / "runs" / str(chunked), chunked=chunked, **FEW)
+    write_runs(tmp_path / "runs", chunked=BOTH, **FEW)
     write_run(tmp_path / "runs" / "cut", chunked=True, seed=1, stop_s=0.2, **FEW)
     runs = load_sweep(tmp_path / "runs").runs
     first = next(run for run in runs if run.path.name == "False")
@@ -270,12 +261,11 @@ def test_no_table_is_wider_than_a_page_of_1280_pixels(page, tmp_path):
 
 @pytest.mark.usefixtures("unrendered")
 def test_whether_the_simulator_picks_the_winner_is_said_first(tmp_path):
-    runs = {}
-    for kind in ("sim", "real"):
-        for chunked in (False, True):
-            folder = write_run(tmp_path / f"{kind}-{chunked}", kind, chunked=chunked, num_requests=60, rate=20.0)
-            runs[kind, chunked] = load_run(folder)
-    pairs = [Pair(f"chunked {on}", runs["sim", on], runs["real", on]) for on in (False, True)]
+    sims, reals = (
+        map(load_run, write_runs(tmp_path / kind, kind, chunked=BOTH, num_requests=60, rate=20.0))
+        for kind in ("sim", "real")
+    )
+    pairs = [Pair(f"chunked {on}", *both) for on, *both in zip(BOTH, sims, reals, strict=True)]
     write_report(ReportInput(infer_arms([pair.sim for pair in pairs]), pairs), tmp_path / "report.html")
     said = [line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("- ")]
     first = next(line for line in said if "simulator" in line)
@@ -404,8 +394,8 @@ def test_a_busy_machine_of_the_real_run_of_a_pair_is_told_first(tmp_path):
         write_run(tmp_path / kind, kind, num_requests=8)
     busy = {"notes": ["BUSY MACHINE: for 52 % of the time this run waited for a core"]}
     change_manifest(tmp_path / "real", replay=busy, host={"core_wait_share": 0.52})
-    page = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md")
-    first = page.read_text().partition("**Before you read on**")[2].partition("## ")[0]
+    text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
+    first = text.partition("**Before you read on**")[2].partition("## ")[0]
     assert "BUSY MACHINE: for 52" in first
 
 

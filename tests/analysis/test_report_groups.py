@@ -16,16 +16,15 @@ from analysis.reports.parts import ReportInput
 from analysis.reports.report import report_from_folders, write_report
 from testbed.errors import RunFolderError
 from tests.analysis.page import Page
-from tests.analysis.runs import change_config, change_manifest, write_run
+from tests.analysis.runs import change_config, change_manifest, write_run, write_runs
 
 FEW = {"num_requests": 10}
+BOTH = [False, True]
 
 
 @pytest.mark.usefixtures("unrendered")
 def test_loads_become_conditions_and_a_curve(tmp_path):
-    for rate in (10.0, 4.0):
-        for chunked in (False, True):
-            write_run(tmp_path / f"{rate}-{chunked}", rate=rate, chunked=chunked, num_requests=25)
+    write_runs(tmp_path, rate=[10.0, 4.0], chunked=BOTH, num_requests=25)
     path = report_from_folders([tmp_path], tmp_path / "report.html")
     text = Page(path.read_text()).text
     assert text.index("Latency at rate = 4") < text.index("Latency at rate = 10")
@@ -35,20 +34,15 @@ def test_loads_become_conditions_and_a_curve(tmp_path):
 @pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize("seeds", [2, 3])
 def test_replicates_are_counted_at_each_load(tmp_path, seeds):
-    for rate in (4, 10):
-        for chunked in (False, True):
-            for seed in range(seeds):
-                write_run(tmp_path / f"{rate}-{chunked}-{seed}", seed=seed, rate=rate, chunked=chunked, num_requests=8)
+    write_runs(tmp_path, rate=[4, 10], chunked=BOTH, seed=[*range(seeds)], num_requests=8)
     text = report_from_folders([tmp_path], tmp_path / "r.html").with_suffix(".md").read_text()
     assert f"There are only {seeds} replicates" in text
 
 
 @pytest.mark.usefixtures("unrendered")
 def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_named(tmp_path):
-    for chunked in (False, True):
-        for rate in (6.0, 10.0) if chunked else (10.0,):
-            for seed in (0, 1):
-                write_run(tmp_path / "a" / f"{chunked}-{rate}-{seed}", seed=seed, chunked=chunked, rate=rate, **FEW)
+    for chunked, rates in ((False, [10.0]), (True, [6.0, 10.0])):
+        write_runs(tmp_path / "a" / str(chunked), seed=[0, 1], chunked=chunked, rate=rates, **FEW)
     for scale in (1.0, 2.0):
         folder = write_run(tmp_path / "b" / f"x{scale}", num_requests=12)
         change_config(folder, cost__name="linear", trace__rate_scale=scale)
@@ -65,11 +59,10 @@ def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_name
 
 @pytest.mark.usefixtures("unrendered")
 def test_an_arm_that_lacks_a_load_is_named_before_the_findings(tmp_path):
-    for rate in (6.0, 8.0, 10.0):
-        for watermark in (0.01, 0.1) if rate == 6.0 else (0.01,):
-            write_run(tmp_path / f"{rate}-{watermark}", rate=rate, watermark=watermark, **FEW)
-    page = report_from_folders([tmp_path], tmp_path / "report.html")
-    said, _, rest = page.with_suffix(".md").read_text().partition("## All findings")
+    write_runs(tmp_path, rate=[6.0, 8.0, 10.0], watermark=0.01, **FEW)
+    write_run(tmp_path / "another", rate=6.0, watermark=0.1, **FEW)
+    text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
+    said, _, rest = text.partition("## All findings")
     assert "- There is no run of watermark 0.1 at rate = 8 and rate = 10." in said
     assert "no run of" not in rest
 
@@ -101,8 +94,7 @@ def test_a_measured_fleet_is_paired_with_the_simulated_one_of_its_router_and_siz
 
 @pytest.mark.usefixtures("unrendered")
 def test_a_folder_that_was_named_is_never_left_out_in_silence(tmp_path):
-    for chunked in (False, True):
-        write_run(tmp_path / "a" / str(chunked), chunked=chunked, **FEW)
+    write_runs(tmp_path / "a", chunked=BOTH, **FEW)
     change_config(write_run(tmp_path / "b", seed=7, num_requests=12), device__name="a100")
     with pytest.raises(
         RunFolderError, match=r"b is another experiment .*device.*; report it by itself: testbed report"
@@ -118,8 +110,7 @@ def test_a_folder_that_was_named_is_never_left_out_in_silence(tmp_path):
 @pytest.mark.usefixtures("unrendered")
 def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
     for name, num, seed in (("azure", 30, 1), ("burstgpt", 40, 2)):
-        for chunked in (False, True):
-            folder = write_run(tmp_path / f"{name}-{chunked}", num_requests=num, seed=seed, chunked=chunked)
+        for folder in write_runs(tmp_path / name, num_requests=num, seed=seed, chunked=BOTH):
             change_config(folder, trace__name=name, trace__path=f"{name}.csv", trace__limit=num, seed=0)
     text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
     assert "The loads are different traces, each to be read by itself: they differ in num_requests, path" in text
@@ -142,16 +133,14 @@ def test_all_pairs_share_a_cost_model_where_they_can(tmp_path):
 
 def test_a_crossed_sweep_over_the_trace_or_the_device_is_one_experiment(tmp_path):
     for device in ("h100", "a100"):
-        for chunked in (False, True):
-            folder = write_run(tmp_path / f"{device}-{chunked}", chunked=chunked, num_requests=8)
+        for folder in write_runs(tmp_path / device, chunked=BOTH, num_requests=8):
             change_config(folder, device__name=device)
     (members,) = experiments(load_sweep(tmp_path).runs)
     assert len(infer_arms(members)) == 4
 
 
 def test_runs_that_differ_only_in_permissions_are_one_arm(tmp_path):
-    for index in (0, 1):
-        folder = write_run(tmp_path / str(index), seed=index, num_requests=8)
+    for index, folder in enumerate(write_runs(tmp_path, seed=[0, 1], num_requests=8)):
         change_config(folder, overwrite=bool(index), allow_ignored=bool(index), experiment=f"e{index}")
     assert [len(arm.runs) for arm in infer_arms(load_sweep(tmp_path).runs)] == [2]
 
@@ -166,15 +155,14 @@ def test_when_nothing_can_be_compared_the_message_is_short_and_names_the_keys(tm
 
 @pytest.mark.usefixtures("unrendered")
 def test_the_rate_of_a_synthetic_trace_has_a_unit(tmp_path):
-    for rate in (4.0, 10.0):
-        folder = write_run(tmp_path / str(rate), rate=rate, num_requests=8)
+    for folder in write_runs(tmp_path, rate=[4.0, 10.0], num_requests=8):
         change_config(folder, trace__name="synthetic", trace__max_turns=5)
     path = report_from_folders([tmp_path], tmp_path / "report.html")
     assert "Latency at rate = 4 sessions/s" in Page(path.read_text()).text
 
 
 def test_arms_on_different_traces_are_refused(tmp_path):
-    runs = [load_run(write_run(tmp_path / str(n), seed=n, num_requests=8)) for n in (0, 1)]
+    runs = [load_run(folder) for folder in write_runs(tmp_path, seed=[0, 1], num_requests=8)]
     arms = [Arm(f"arm {n}", {"n": n}, (run,)) for n, run in enumerate(runs)]
     with pytest.raises(RunFolderError, match="different traces"):
         write_report(ReportInput(arms), tmp_path / "report.html")
@@ -187,15 +175,13 @@ def test_arms_on_different_traces_are_refused(tmp_path):
 
 
 def test_an_arm_equal_to_the_baseline_is_called_identical(tmp_path):
-    runs = tuple(load_run(write_run(tmp_path / str(s), seed=s, num_requests=10)) for s in (0, 1))
+    runs = tuple(map(load_run, write_runs(tmp_path, seed=[0, 1], **FEW)))
     arms = [Arm("base", {}, runs), Arm("same", {}, runs)]
     assert {row.verdict for row in compare(arms, arms[0], LATENCY)} == {"identical"}
 
 
 def test_the_names_of_replicates_cost_one_reading_of_the_configurations(tmp_path, monkeypatch):
-    for seed in (0, 1, 2):
-        for chunked in (False, True):
-            write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, **FEW)
+    write_runs(tmp_path, chunked=BOTH, seed=[0, 1, 2], **FEW)
     arms, read = infer_arms(load_sweep(tmp_path).runs), []
     links = {str(run.path): "" for arm in arms for run in arm.runs}
     swept_keys = tables.swept_keys
@@ -208,13 +194,11 @@ def test_the_names_of_replicates_cost_one_reading_of_the_configurations(tmp_path
 
 def test_a_class_of_ones_own_is_told_once_with_every_value_of_its_parameters(tmp_path):
     """Not once for each preset, rate and seed."""
-    for chunked in (False, True):
-        for seed in (0, 1):
-            folder = write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, **FEW)
-            change_config(folder, cost={"_target_": "mine.Noisy", "of": "roofline", "seed": seed})
-            if chunked:
-                change_config(folder, scheduler__victim={"_target_": "mine.Last"})
-            change_manifest(folder, identity={"classes": {"mine": "0123456789"}})
+    for place, folder in enumerate(write_runs(tmp_path, chunked=BOTH, seed=[0, 1], **FEW)):
+        change_config(folder, cost={"_target_": "mine.Noisy", "of": "roofline", "seed": place % 2})
+        if place >= 2:  # decode_first
+            change_config(folder, scheduler__victim={"_target_": "mine.Last"})
+        change_manifest(folder, identity={"classes": {"mine": "0123456789"}})
     rows = {row[0].text: row[1].text for row in tables.setup_table("", load_sweep(tmp_path).runs).rows}
     assert rows["classes of one's own"] == (
         "cost = mine.Noisy(of=roofline, seed=0/1), file 01234567; "

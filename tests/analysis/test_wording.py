@@ -17,9 +17,7 @@ from analysis.measures.statistics import Estimate, differences, verdict
 from analysis.reports import findings
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import write_report
-from tests.analysis.runs import write_run
-
-FEW = {"num_requests": 10}
+from tests.analysis.runs import write_runs
 
 
 @pytest.mark.parametrize(
@@ -144,9 +142,7 @@ def test_a_cell_says_when_not_its_own_interval_but_the_correction_speaks(low, sa
 @pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize(("last", "is_marked"), [(90.0, True), (2.2, False)])
 def test_a_change_far_from_the_ratio_of_the_means_beside_it_is_marked(tmp_path, last, is_marked):
-    for chunked in (False, True):
-        for seed in range(3):
-            write_run(tmp_path / f"{chunked}-{seed}", seed=seed, chunked=chunked, **FEW)
+    write_runs(tmp_path, chunked=[False, True], seed=[0, 1, 2], num_requests=10)
     arms = infer_arms(load_sweep(tmp_path).runs)
     for arm, means in zip(arms, ((1.0, 1.1, last), (2.0, 2.2, last)), strict=True):
         for run, mean in zip(arm.runs, means, strict=True):

@@ -67,6 +67,11 @@ def request_row(**values: Any) -> dict[str, Any]:
     return row
 
 
+def requests_of(*rows: dict[str, Any]) -> pa.Table:
+    """Request records. rows: as for `request_row`; who is given no id has one by its place."""
+    return table([request_row(**{"request_id": f"r{i}"} | row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
+
+
 def simulate(
     seed: int = 0, num_requests: int = 60, rate: float = 8.0, chunked: bool = True, watermark: float = 0.01,
     prefix_caching: bool = True, num_blocks: int = 260, noise: float = 0.0, stop_s: float | None = None,

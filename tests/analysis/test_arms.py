@@ -17,16 +17,18 @@ from tests.analysis.runs import change_config, change_manifest, write_run
 
 def test_what_a_model_recommends_sets_no_runs_apart(tmp_path):
     """`sampling` says what was taken of it."""
-    for name, settings in (("old", {}), ("new", {"model__recommended": {"top_p": 0.9}})):
-        change_config(write_run(tmp_path / name, num_requests=10), **settings)
-    assert len(infer_arms([load_run(tmp_path / name) for name in ("old", "new")])) == 1
+    new = changed_run(tmp_path / "new", model__recommended={"top_p": 0.9})
+    assert len(infer_arms([changed_run(tmp_path / "old"), new])) == 1
+
+
+def changed_run(folder, backend="sim", **settings):
+    """A run whose configuration has these too."""
+    change_config(write_run(folder, backend, num_requests=10), **settings)
+    return load_run(folder)
 
 
 def test_the_speed_of_a_replay_is_a_load_and_no_policy(tmp_path):
-    for speed in (2.0, 8.0):
-        folder = write_run(tmp_path / f"{speed:g}", backend="real", num_requests=10)
-        change_config(folder, backend__speed=speed)
-    runs = [load_run(tmp_path / name) for name in ("2", "8")]
+    runs = [changed_run(tmp_path / f"{speed}", "real", backend__speed=speed) for speed in (2.0, 8.0)]
     (arm,) = infer_arms(runs)
     assert list(by_load([arm], [])) == ["backend.speed = 2", "backend.speed = 8"]
     assert len(experiments(runs)) == 1
@@ -49,9 +51,8 @@ def test_an_option_without_a_noun_gets_one():
 def test_levels_with_commas_of_their_own_are_told_apart_whole(tmp_path):
     one, other = (level_names({"order": value, "watermark": 0}) for value in ("By(n=3, xs=[1, [2, 3]])", "a, 3"))
     assert apart(one, other) == ("order By(n=3,xs=[1,[2,3]])", "order a,3", "watermark 0")
-    for module in ("mine", "yours"):
-        change_config(write_run(tmp_path / module, num_requests=10), scheduler={"_target_": f"{module}.By, 2"})
-    first, second = (arm.name for arm in infer_arms([load_run(tmp_path / name) for name in ("mine", "yours")]))
+    runs = [changed_run(tmp_path / name, scheduler={"_target_": f"{name}.By, 2"}) for name in ("mine", "yours")]
+    first, second = (arm.name for arm in infer_arms(runs))
     assert (first, second) == ("By,2 (mine.By,2)", "By,2 (yours.By,2)")
 
 
@@ -81,19 +82,14 @@ def test_a_load_leaves_out_the_transformations_that_all_share(tmp_path):
 def test_a_simulation_of_a_measured_run_has_its_load(tmp_path):
     runs = []
     for rate in (4, 8):
-        folder = write_run(tmp_path / f"{rate}", num_requests=10)
-        change_config(folder, trace__path=f"{folder}/trace.jsonl")
-        change_manifest(folder, measured_trace={"name": "synthetic", "path": None, "rate": rate})
-        runs.append(load_run(folder))
+        runs.append(changed_run(folder := tmp_path / f"{rate}", trace__path=f"{folder}/trace.jsonl"))
+        runs[-1].manifest["measured_trace"] = {"name": "synthetic", "path": None, "rate": rate}
     assert list(by_load(infer_arms(runs), [])) == ["rate = 4 requests/s", "rate = 8 requests/s"]
 
 
 def test_only_a_path_through_a_runs_own_folder_says_nothing_of_its_load(tmp_path):
     """A part of a name is no folder: the run in 8/ of trace8.jsonl."""
-    runs = []
-    for name in ("4", "8"):
-        change_config(write_run(tmp_path / name, num_requests=10), trace__path=f"/data/trace{name}.jsonl")
-        runs.append(load_run(tmp_path / name))
+    runs = [changed_run(tmp_path / name, trace__path=f"/data/trace{name}.jsonl") for name in ("4", "8")]
     assert list(by_load(infer_arms(runs), [])) == ["path = /data/trace4.jsonl", "path = /data/trace8.jsonl"]
 
 
@@ -119,8 +115,7 @@ def test_classes_of_one_name_in_two_modules_are_two_arms_with_two_names(tmp_path
     """A policy that was copied to be changed has the name of the first."""
     own = [{"_target_": f"{module}.Cap", "share": 0.5 + digit / 1e9} for module in ("old", "new") for digit in (0, 1)]
     for place, admission in enumerate(["watermark", *own]):
-        folder = write_run(tmp_path / f"{place // 3}" / f"{place}", num_requests=10)
-        change_config(folder, scheduler__admission=admission)
+        changed_run(tmp_path / f"{place // 3}" / f"{place}", scheduler__admission=admission)
     names = [f"admission {one['_target_']}(share={one['share']})" for one in own]
     for sweep in (load_sweep(tmp_path), load([tmp_path / "0", tmp_path / "1"])):
         assert [arm.name for arm in infer_arms(sweep.runs)] == ["admission watermark", *names]

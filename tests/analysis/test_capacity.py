@@ -18,8 +18,7 @@ from analysis.measures.steadiness import LIKELY, SURE, Waiting
 from analysis.plots import style
 from analysis.plots.capacity_plots import rate_curves
 from experiments.capacity.search import Ask, search
-from testbed.records.schema import REQUEST_COLUMNS
-from tests.analysis.runs import request_row, table
+from tests.analysis.runs import requests_of
 
 S = 10**9
 
@@ -44,8 +43,7 @@ def test_counts_of_a_run_by_hand():
         {"arrival_ns": 2 * S, "token_ns": [3 * S, 6 * S], "finish_ns": 6 * S, "finish_reason": "stop"},  # TPOT 3 s
         {"arrival_ns": 4 * S, "finish_ns": 5 * S, "finish_reason": "abort"},
     ]
-    records = table([request_row(request_id=str(i), **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
-    found = count_load(records, SLO(ttft_s=1.0, tpot_s=2.0), 6.0)
+    found = count_load(requests_of(*rows), SLO(ttft_s=1.0, tpot_s=2.0), 6.0)
     assert found.over == {"ttft_s": 1, "tpot_s": 1, "unfinished": 1}
     assert (found.num_requests, found.num_failed, found.num_met, found.num_completed) == (4, 3, 1, 3)
     assert (found.attainment, found.goodput_per_s, found.arriving_s) == (0.25, 1 / 6, 4.0)
@@ -102,15 +100,13 @@ def test_a_queue_that_grows_is_an_overload_whatever_the_attainment():
         {"arrival_ns": i * S // 100, "first_scheduled_ns": i * S // 50, "finish_ns": i * S // 50} | ended
         for i in range(4000)
     ]
-    records = table([request_row(request_id=str(i), **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
-    found = count_load(records, SLO(ttft_s=1e6), 80.0)
+    found = count_load(requests_of(*rows), SLO(ttft_s=1e6), 80.0)
     assert found.waiting.num == pytest.approx((712, 1188, 1662), rel=0.01)
     assert found.overload == "queue"
     for later, overload in ((17 * S, None), (19 * S, "undone")):  # somewhat less and more than half of 38 s
         kept_up = [row | {"first_scheduled_ns": row["arrival_ns"] + S} for row in rows]
         kept_up = [row | {"finish_ns": row["arrival_ns"] + later} for row in kept_up]
-        records = table([request_row(request_id=str(i), **row) for i, row in enumerate(kept_up)], REQUEST_COLUMNS)
-        found = count_load(records, SLO(ttft_s=1e6), 80.0)
+        found = count_load(requests_of(*kept_up), SLO(ttft_s=1e6), 80.0)
         assert found.waiting.num == pytest.approx((100, 100, 100), rel=0.01)
         assert found.overload == overload
 
@@ -119,8 +115,7 @@ def test_requests_nearly_all_at_once_are_done_when_the_last_one_comes():
     """97 at once and three later, each of 0.1 s: all but a twentieth have come at 0, when none can be done."""
     arrivals = [*[0] * 97, 10 * S, 20 * S, 30 * S]
     rows = [{"arrival_ns": at, "first_scheduled_ns": at, "finish_ns": at + S // 10} for at in arrivals]
-    records = [request_row(request_id=str(i), finish_reason="stop", **row) for i, row in enumerate(rows)]
-    found = count_load(table(records, REQUEST_COLUMNS), SLO(e2e_s=1.0), 31.0)
+    found = count_load(requests_of(*[row | {"finish_reason": "stop"} for row in rows]), SLO(e2e_s=1.0), 31.0)
     assert (found.num_done, found.overload, found.keeps(0.99)) == (99, None, True)
 
 
@@ -133,7 +128,7 @@ def test_sessions_that_begin_together_do_not_show_what_an_engine_bears():
         for turn in range(5)
         for at in [i * S // 100 + 2 * turn * S]
     ]
-    records = table([request_row(**row) for row in sorted(rows, key=lambda row: row["arrival_ns"])], REQUEST_COLUMNS)
+    records = requests_of(*sorted(rows, key=lambda row: row["arrival_ns"]))
     found = count_load(records, SLO(e2e_s=1.0), 10.0, by_session=True)
     assert (found.num_customers, found.num_done, found.overload) == (100, 0, "undone")
     assert (found.arriving_s, found.stay_s) == (pytest.approx(0.99), pytest.approx(8.1))
@@ -192,9 +187,11 @@ def test_the_interval_is_wilsons(met, num):
     assert load(num, num - met).interval == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
+CURVE = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
+
+
 def test_the_figure_shows_goodput_and_attainment_filled_up_to_the_capacity():
-    curve = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
-    left, right = rate_curves({"a": curve}, {"a": 8.0}, {"a": (7.0, 9.5)}, {0.99}, "req/s").axes
+    left, right = rate_curves({"a": CURVE}, {"a": 8.0}, {"a": (7.0, 9.5)}, {0.99}, "req/s").axes
     goodput, attainment = [[4, 8.0], [8, 7.92], [16, 3.2]], [[4, 100], [8, 99], [16, 40]]
     for axes, points, dashed in ((left, goodput, []), (right, attainment, [[99, 99]])):
         line, filled, empty, capacity, *shares = axes.get_lines()
@@ -207,8 +204,7 @@ def test_the_figure_shows_goodput_and_attainment_filled_up_to_the_capacity():
 
 
 def test_a_wide_interval_does_not_squeeze_the_curves():
-    curve = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
-    for axes in rate_curves({"a": curve}, {"a": 8.0}, {"a": (0.6, 147.0)}, {0.99}, "req/s").axes:
+    for axes in rate_curves({"a": CURVE}, {"a": 8.0}, {"a": (0.6, 147.0)}, {0.99}, "req/s").axes:
         low, high = axes.get_xlim()
         assert 3.0 < low < 4.0 < 16.0 < high < 17.0
 
@@ -224,8 +220,7 @@ def test_a_policy_without_capacity_has_labels_that_do_not_touch_and_all_of_the_p
 
 
 def test_the_figure_is_drawn_with_little_and_with_nothing(tmp_path):
-    points = [(4.0, load()), (8.0, load(failed=1)), (16.0, load(failed=60))]
-    for name, curves in (("all", {"a": points, "b": points[:1]}), ("few", {"a": []}), ("none", {})):
+    for name, curves in (("all", {"a": CURVE, "b": CURVE[:1]}), ("few", {"a": []}), ("none", {})):
         figure = rate_curves(curves, {"a": 8.0, "b": 0.0}, {"a": None, "b": None}, {0.99}, "req/s")
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -14,23 +14,20 @@ from analysis.reading import request_columns
 from analysis.reading.request_columns import Requests
 from analysis.reports.report import report_from_folders
 from experiments import simulate
-from testbed.records.schema import REQUEST_COLUMNS
-from tests.analysis.runs import request_row, table
+from tests.analysis.runs import requests_of
 
 S = 10**9
 
 
 def in_turn(order: str, at_ns: int = 0) -> Requests:
     """One a second, 50 tokens of prompt and 50 of output; all came at `at_ns`. order: the tenants, as served."""
+    sizes = {"num_prompt_tokens": 50, "num_output_tokens": 50}
     rows = [
-        request_row(
-            request_id=f"r{i}", tenant=tenant, arrival_ns=at_ns, first_scheduled_ns=at_ns + i * S,
-            first_token_ns=at_ns + i * S + S // 2, finish_ns=at_ns + (i + 1) * S, num_prompt_tokens=50,
-            num_output_tokens=50,
-        )
+        {"tenant": tenant, "arrival_ns": at_ns, "first_scheduled_ns": at_ns + i * S}
+        | {"first_token_ns": at_ns + i * S + S // 2, "finish_ns": at_ns + (i + 1) * S, **sizes}
         for i, tenant in enumerate(order)
-    ]  # fmt: skip
-    return Requests.of(table(rows, REQUEST_COLUMNS))
+    ]
+    return Requests.of(requests_of(*rows))
 
 
 @pytest.mark.parametrize(
@@ -58,46 +55,37 @@ def test_the_gap_is_what_one_got_more_while_both_waited(order: str, gap: float) 
 def test_what_was_ignored_or_never_served_waits_as_long_as_it_is_there() -> None:
     """Two tenants that never queue, and one request of each that ended unserved; then one of each that never ended."""
     rows = [
-        request_row(
-            request_id=f"r{i}", tenant="hl"[i % 2], arrival_ns=i * S, first_scheduled_ns=i * S, first_token_ns=i * S,
-            finish_ns=i * S + S // 2, num_prompt_tokens=10 + 90 * (i % 2), num_output_tokens=1,
-        )
+        {"tenant": "hl"[i % 2], "num_prompt_tokens": 10 + 90 * (i % 2), "num_output_tokens": 1}
+        | dict.fromkeys(("arrival_ns", "first_scheduled_ns", "first_token_ns"), i * S)
+        | {"finish_ns": i * S + S // 2}
         for i in range(100)
-    ]  # fmt: skip
-    ended = [request_row(request_id=f"x{i}", tenant="hl"[i], arrival_ns=0, finish_ns=0) for i in range(2)]
-    never = [request_row(request_id=f"y{i}", tenant="hl"[i], arrival_ns=0) for i in range(2)]
+    ]
+    ended, never = ([{"tenant": tenant, "arrival_ns": 0, "finish_ns": end} for tenant in "hl"] for end in (0, None))
     for more, gap in (([], 0), (ended, 0), (never, 50 * 90 + 11)):
-        found = fairness(Requests.of(table([*rows, *more], REQUEST_COLUMNS)), 100 * S)
+        found = fairness(Requests.of(requests_of(*rows, *more)), 100 * S)
         assert found is not None
         assert found["max_min_service_gap_tokens"] == pytest.approx(gap, abs=1e-6)
 
 
 def test_what_runs_when_the_run_ends_was_served_evenly_until_then() -> None:
     """h gets ten tokens a second, for 8 s; both wait twice, for 2 s each time."""
-    running = request_row(
-        request_id="r", tenant="h", arrival_ns=0, first_scheduled_ns=0, first_token_ns=0, num_output_tokens=80
-    )
+    running = {"tenant": "h", "arrival_ns": 0, "first_scheduled_ns": 0, "first_token_ns": 0, "num_output_tokens": 80}
     waiting = [
-        request_row(request_id=f"{tenant}{begin}", tenant=tenant, arrival_ns=begin * S, finish_ns=(begin + 2) * S)
-        for tenant in "hl"
-        for begin in (0, 3)
+        {"tenant": tenant, "arrival_ns": begin * S, "finish_ns": (begin + 2) * S} for tenant in "hl" for begin in (0, 3)
     ]
-    found = fairness(Requests.of(table([running, *waiting], REQUEST_COLUMNS)), 8 * S)
+    found = fairness(Requests.of(requests_of(running, *waiting)), 8 * S)
     assert found is not None
     assert found["max_min_service_gap_tokens"] == pytest.approx(20)
 
 
 def test_who_was_never_served_has_no_mean_ttft() -> None:
     """It would be that of the others, and the starved tenant would look best."""
-    waiting = {"tenant": "h", "arrival_ns": 0}
-    served = {"tenant": "l", "arrival_ns": 0, "first_scheduled_ns": S, "first_token_ns": 2 * S, "finish_ns": 3 * S}
+    served = {"arrival_ns": 0, "first_scheduled_ns": S, "first_token_ns": 2 * S, "finish_ns": 3 * S}
+    served |= {"finish_reason": "stop"}
     for reason, mean in (("unfinished", None), ("abort", None), ("ignored", 2.0)):
-        rows = [
-            request_row(request_id="a", finish_reason=reason, **waiting),
-            request_row(request_id="b", finish_reason="stop", **(served | {"tenant": "h"})),
-            request_row(request_id="c", finish_reason="stop", **served),
-        ]
-        found = fairness(Requests.of(table(rows, REQUEST_COLUMNS)), 100 * S)
+        waiting = {"tenant": "h", "arrival_ns": 0, "finish_reason": reason}
+        rows = requests_of(waiting, served | {"tenant": "h"}, served | {"tenant": "l"})
+        found = fairness(Requests.of(rows), 100 * S)
         assert found is not None
         assert found["mean_ttft_s"] == {"h": mean, "l": 2.0}
 

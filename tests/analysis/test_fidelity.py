@@ -22,19 +22,16 @@ from analysis.plots.fidelity_plots import study_figure
 from analysis.reports import tables
 from analysis.reports.fidelity_findings import alike_said, fidelity_findings, pace_said, too_noisy, winners
 from testbed.errors import RunFolderError
-from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
-from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
+from testbed.records.schema import STEP_COLUMNS
+from tests.analysis.runs import requests_of, simulate, table, write_folder, write_run
 
 S = 10**9
 
 
 def run_of(folder, first_tokens, fingerprint="f", digest=None):
-    rows = [
-        request_row(request_id=f"r{i}", token_ns=[t, t + S], finish_ns=t + S, finish_reason="stop")
-        for i, t in enumerate(first_tokens)
-    ]
+    rows = [{"token_ns": [t, t + S], "finish_ns": t + S, "finish_reason": "stop"} for t in first_tokens]
     manifest = simulate(num_requests=2)[2] | {"trace": {"fingerprint": fingerprint}, "digest": digest or folder.name}
-    return load_run(write_folder(folder, table(rows, REQUEST_COLUMNS), table([], STEP_COLUMNS), manifest, {}))
+    return load_run(write_folder(folder, requests_of(*rows), table([], STEP_COLUMNS), manifest, {}))
 
 
 def policies(folder, times):
@@ -99,11 +96,8 @@ def test_a_tie_in_the_simulator_is_not_the_real_order(tmp_path):
 
 def test_policies_that_decided_alike_in_the_simulator_are_one(tmp_path):
     """The engine tells a, b and c apart by their times, but a and b are the same to the simulator."""
-    times = {"a": (1, 1, "d"), "b": (1, 3, "d"), "c": (3, 4, "e")}
-    pairs = {
-        name: (run_of(tmp_path / f"s{name}", [sim * S], digest=digest), run_of(tmp_path / f"r{name}", [real * S]))
-        for name, (sim, real, digest) in times.items()
-    }
+    pairs = policies(tmp_path, {"a": (1, 1), "b": (1, 3), "c": (3, 4)})
+    pairs["b"][0].manifest["digest"] = pairs["a"][0].manifest["digest"]
     ranking = fidelity.ranking_agreement(pairs, ["ttft_s.mean"])
     row = ranking.iloc[0]
     assert (row.sim_winner, row.real_winner, row.num_policies, row.num_told_apart) == ("a = b", "a = b", 2, 1)
@@ -139,9 +133,8 @@ def test_policies_closer_than_the_real_engines_own_noise_are_not_told_apart(tmp_
     first, again = run_of(tmp_path / "first", [4 * S]), run_of(tmp_path / "again", [5 * S])
     noise = fidelity.real_noise([(first, again)])
     assert noise["ttft_s.mean"] == pytest.approx(0.25)
-    pairs = policies(
-        tmp_path, {"a": (10, 4), "b": (8, 4.8), "c": (9, 6)}
-    )  # a and b: 20 %, b and c: 25 % apart on the real engine
+    # a and b are 20 %, b and c 25 % apart on the real engine
+    pairs = policies(tmp_path, {"a": (10, 4), "b": (8, 4.8), "c": (9, 6)})
     row = fidelity.ranking_agreement(pairs, ["ttft_s.mean"], noise).iloc[0]
     assert (row.num_told_apart, row.num_same_order) == (1, 0)
     assert (row.sim_winner, row.real_winner, row.regret) == ("b", "a", pytest.approx(0.2))

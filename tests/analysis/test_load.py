@@ -13,7 +13,7 @@ import analysis
 from analysis.load import Run, Sweep, load_run, load_sweep, same_trace, swept_keys
 from testbed.errors import RunFolderError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
-from tests.analysis.runs import change_manifest, write_run
+from tests.analysis.runs import change_manifest, write_run, write_runs
 
 
 def refused(what, match):
@@ -107,10 +107,7 @@ def test_where_all_runs_are_partial_it_says_what_to_do(tmp_path, command, cure):
 
 
 def test_a_sweep_is_every_whole_run_below_and_reports_the_others(tmp_path):
-    for seed in (0, 1):
-        for watermark in (0.0, 0.1):
-            path = tmp_path / f"w{watermark}" / f"seed{seed}"
-            write_run(path, seed=seed, watermark=watermark, num_requests=8)
+    write_runs(tmp_path, seed=[0, 1], watermark=[0.0, 0.1], num_requests=8)
     write_run(tmp_path / "w9" / "cut", num_requests=30, stop_s=1.0)
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead" / "run.log").write_text("")

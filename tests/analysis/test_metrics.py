@@ -16,15 +16,12 @@ from analysis.measures.summary import summarise
 from analysis.measures.survival import distribution, km_quantiles
 from testbed.errors import ConfigError
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
-from tests.analysis.runs import request_row, simulate, table
+from tests.analysis.runs import requests_of as requests
+from tests.analysis.runs import simulate, table
 
 S = 10**9
 NO_STEPS = table([], STEP_COLUMNS)
 finite = st.floats(0, 1e6, allow_nan=False)
-
-
-def requests(*rows):
-    return table([request_row(request_id=f"r{i}", **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
 
 
 FINISHED = {"arrival_ns": 1 * S, "token_ns": [3 * S, 4 * S, 7 * S], "finish_ns": 7 * S, "finish_reason": "length"}

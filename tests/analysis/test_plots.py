@@ -18,8 +18,8 @@ from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison
 from analysis.load import load_run
 from analysis.measures.statistics import Estimate, mean_t
 from analysis.plots import curves, style
-from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
-from tests.analysis.runs import request_row, simulate, table, write_folder, write_run
+from testbed.records.schema import STEP_COLUMNS
+from tests.analysis.runs import requests_of, simulate, table, write_folder, write_run
 
 S = 10**9
 
@@ -35,10 +35,10 @@ def runs(tmp_path_factory):
     }
 
 
-def degenerate(folder, rows, steps):
-    manifest = simulate(num_requests=2)[2] | {"num_gpu_blocks": None}
-    requests = table([request_row(request_id=f"r{i}", **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
-    return load_run(write_folder(folder, requests, table(steps, STEP_COLUMNS), manifest, {"trace": {"rate": 1}}))
+def degenerate(folder, rows, steps, **manifest):
+    manifest = simulate(num_requests=2)[2] | {"num_gpu_blocks": None} | manifest
+    steps = table(steps, STEP_COLUMNS)
+    return load_run(write_folder(folder, requests_of(*rows), steps, manifest, {"trace": {"rate": 1}}))
 
 
 @pytest.fixture(scope="module")
@@ -339,9 +339,7 @@ def fleet(folder, num_replicas=3):
     both |= {"num_prefill_tokens": 4, "num_decode_tokens": 0, "step": 0}
     steps = [both | {"replica": 0, "num_running": 2, "free_gpu_blocks": 0}]
     steps += [both | {"replica": 1, "num_running": 1, "free_gpu_blocks": 5}]
-    manifest = simulate(num_requests=2)[2] | {"num_gpu_blocks": 10, "num_replicas": num_replicas, "router": "random"}
-    requests = table([request_row(request_id=f"r{i}", **row) for i, row in enumerate(rows)], REQUEST_COLUMNS)
-    return load_run(write_folder(folder, requests, table(steps, STEP_COLUMNS), manifest, {"trace": {"rate": 1}}))
+    return degenerate(folder, rows, steps, num_gpu_blocks=10, num_replicas=num_replicas, router="random")
 
 
 def test_a_fleet_has_a_timeline_of_sums_and_a_band(tmp_path):

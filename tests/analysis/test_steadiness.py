@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from analysis.load import Run
 from analysis.measures.steadiness import LIKELY, ends_growing, is_outrun, outrun_note, steadiness, waiting_of
 from analysis.reading.request_columns import Requests
 from experiments import simulate
-from testbed.records.schema import REQUEST_COLUMNS
-from tests.analysis.runs import request_row, table
+from tests.analysis.runs import requests_of
 
 S = 10**9
+Waits = Sequence[float | None]  # in s; None: without an end
 
 
-def served(arrivals_s: list[float], stays_s: list[float | None]) -> Requests:
+def requests(arrivals_s: list[float], waits_s: Waits, stays_s: Waits = ()) -> Requests:
+    """Each is scheduled when it has waited, and ends when it has stayed, for as long as said; None: not yet."""
+    instants = zip(arrivals_s, waits_s, stays_s or [None] * len(arrivals_s), strict=True)
+    rows = [[None if s is None else round((at + s) * S) for s in (0.0, wait, stay)] for at, wait, stay in instants]
+    names = ("arrival_ns", "first_scheduled_ns", "finish_ns")
+    return Requests.of(requests_of(*[dict(zip(names, row, strict=True)) for row in rows]))
+
+
+def served(arrivals_s: list[float], stays_s: Waits) -> Requests:
     """Scheduled on arrival, and in the system for as long as said."""
-    rows = [
-        request_row(
-            request_id=f"r{i}", arrival_ns=round(at * S), first_scheduled_ns=round(at * S),
-            finish_ns=None if stay is None else round((at + stay) * S),
-        )
-        for i, (at, stay) in enumerate(zip(arrivals_s, stays_s, strict=True))
-    ]  # fmt: skip
-    return Requests.of(table(rows, REQUEST_COLUMNS))
+    return requests(arrivals_s, [0.0] * len(arrivals_s), stays_s)
 
 
 def outrun(found: Requests) -> bool | None:
@@ -100,19 +104,7 @@ def test_where_nearly_all_come_at_once_the_others_are_the_time() -> None:
 
 
 def test_what_was_ignored_does_not_wait_for_ever() -> None:
-    rows = [request_row(request_id=f"r{i}", arrival_ns=i * S, finish_ns=i * S) for i in range(100)]
-    assert waiting_of(Requests.of(table(rows, REQUEST_COLUMNS))).num == (0.0, 0.0, 0.0)
-
-
-def requests(arrivals_s: list[float], waits_s: list[float | None]) -> Requests:
-    rows = [
-        request_row(
-            request_id=f"r{i}", arrival_ns=round(at * S),
-            first_scheduled_ns=None if wait is None else round((at + wait) * S),
-        )
-        for i, (at, wait) in enumerate(zip(arrivals_s, waits_s, strict=True))
-    ]  # fmt: skip
-    return Requests.of(table(rows, REQUEST_COLUMNS))
+    assert waiting_of(requests([float(i) for i in range(100)], [None] * 100, [0.0] * 100)).num == (0.0, 0.0, 0.0)
 
 
 def test_numbers_waiting_are_areas_over_quarters() -> None:
@@ -137,15 +129,19 @@ def test_growth_must_go_on_and_be_more_than_chance() -> None:
     assert [is_outrun((0.0, rise / 2, rise), 100_000, 1.0, LIKELY) for rise in (990.0, 1010.0)] == [False, True]
 
 
+def run_of(folder: Path, **trace: Any) -> Run:
+    """Steps of 0.1 s, one token each, eight at a time: at most 80 requests/s."""
+    return simulate(
+        {"arrival": "deterministic", "output": {"kind": "constant", "value": 1}, **trace}, folder=folder,
+        model="tiny", cost={"name": "constant", "step_s": 0.1}, scheduler={"name": "vllm_v1", "max_num_seqs": 8},
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("rate", "verdict"), [(10.0, False), (60.0, None), (90.0, True), (200.0, True)])
 def test_a_server_beyond_its_capacity_is_outrun(tmp_path: Path, rate: float, verdict: bool | None) -> None:
-    """Steps of 0.1 s, one token each, eight at a time: at most 80 requests/s, and less as prompts fill its budget: of
-    60 that come in a second it serves 54, and of 600 that is not enough to tell."""
-    run = simulate(
-        {"num_requests": 600, "rate": rate, "arrival": "deterministic", "output": {"kind": "constant", "value": 1}},
-        folder=tmp_path / "run", model="tiny", cost={"name": "constant", "step_s": 0.1},
-        scheduler={"name": "vllm_v1", "max_num_seqs": 8},
-    )  # fmt: skip
+    """It serves less than 80 requests/s as prompts fill its budget: of 60 that come in a second it serves 54, and of
+    600 that is not enough to tell."""
+    run = run_of(tmp_path / "run", num_requests=600, rate=rate)
     assert run.summary["steadiness"]["is_outrun"] is verdict
     note = outrun_note(run.summary)
     assert (note is not None) is (verdict is True)
@@ -164,15 +160,9 @@ def test_a_frame_says_what_the_files_say(tmp_path: Path) -> None:
 def test_a_server_that_sessions_outrun_is_told_though_their_turns_wait_for_one_another(
     tmp_path: Path, rate: float, num: int, verdict: bool | None
 ) -> None:
-    """As above, 80 requests/s: 40 sessions of two turns. As many turns come as are served, however slow it is."""
-    run = simulate(
-        {
-            "num_requests": num, "rate": rate, "arrival": "deterministic", "output": {"kind": "constant", "value": 1},
-            "min_turns": 2, "max_turns": 2, "think_time_s": 1.0,
-        },
-        folder=tmp_path / "run", model="tiny", cost={"name": "constant", "step_s": 0.1},
-        scheduler={"name": "vllm_v1", "max_num_seqs": 8},
-    )  # fmt: skip
+    """40 sessions/s of two turns. As many turns come as are served, however slow it is."""
+    turns = {"min_turns": 2, "max_turns": 2, "think_time_s": 1.0}
+    run = run_of(tmp_path / "run", num_requests=num, rate=rate, **turns)
     assert run.summary["steadiness"]["is_outrun"] is verdict
 
 
@@ -183,10 +173,8 @@ def test_an_order_by_size_that_leaves_the_long_ones_waiting_is_outrun_by_their_w
         is_long, at = i % 50 == 0, round(i * S / 20)
         size = {"num_prompt_tokens": 5000 if is_long else 102, "num_output_tokens": 0}
         scheduled, finish = (None, None) if is_long else (at, at + S // 2)
-        rows.append(
-            request_row(request_id=f"r{i}", arrival_ns=at, first_scheduled_ns=scheduled, finish_ns=finish, **size)
-        )
-    found = Requests.of(table(rows, REQUEST_COLUMNS))
+        rows.append({"arrival_ns": at, "first_scheduled_ns": scheduled, "finish_ns": finish, **size})
+    found = Requests.of(requests_of(*rows))
     waiting = waiting_of(found)
     assert not is_outrun(waiting.num, 2000), "so few"
     assert waiting.grew(2000)
@@ -195,4 +183,4 @@ def test_an_order_by_size_that_leaves_the_long_ones_waiting_is_outrun_by_their_w
     assert note is not None
     assert "requests waited with the work of " in note.text, "in number there are hardly more"
     evenly = [row | {"num_prompt_tokens": 100} for row in rows]
-    assert outrun(Requests.of(table(evenly, REQUEST_COLUMNS))) is not True, "of equal ones that would be too few"
+    assert outrun(Requests.of(requests_of(*evenly))) is not True, "of equal ones that would be too few"

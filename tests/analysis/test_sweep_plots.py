@@ -27,13 +27,10 @@ def sweep(tmp_path_factory):
     for budget, watermark, seed in itertools.product((256, 512), (0.0, 0.1), (0, 1)):
         if (budget, watermark) != (512, 0.1):
             simulate(
-                {"name": "synthetic", "rate": 25, "num_requests": 60},
+                {"name": "synthetic", "rate": 25, "num_requests": 60}, seed=seed, slo={"ttft_s": 0.5},
                 scheduler={"name": "sarathi", "max_num_batched_tokens": budget},
-                cache={"num_gpu_blocks": 300, "watermark": watermark},
-                slo={"ttft_s": 0.5},
-                seed=seed,
-                folder=root / f"{budget}-{watermark}-{seed}",
-            )
+                cache={"num_gpu_blocks": 300, "watermark": watermark}, folder=root / f"{budget}-{watermark}-{seed}",
+            )  # fmt: skip
     return analysis.load(root)
 
 

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 from testbed.blocks.config import KVRules
 from testbed.core.limits import Limits
 from tests.properties.setups import Setup, random_setup
+from tests.real.vllm_stub import LOOPS, RUNNERS
 
 pytestmark = pytest.mark.usefixtures("vllm_stub")
 
-RUNNERS = pytest.mark.parametrize("is_newer", [False, True], ids=["older runner", "newer runner"])
-LOOPS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 SPLIT_NO_PROMPT = ("prefill_first", "iteration_level", "static")
 
 

@@ -12,14 +12,13 @@ from testbed.core.limits import Limits
 from testbed.errors import ConfigError
 from tests.properties.setups import Setup
 from tests.real import vllm_stub_types as vllm
+from tests.real.vllm_stub import LOOPS, RUNNERS
 from tests.real.vllm_stub_worker import Memory, NewerRunner, OlderRunner
 
 pytestmark = pytest.mark.usefixtures("vllm_stub")
 
 BLOCK_SIZE = 4
 ALL, NEW, NONE = vllm.PauseState.PAUSED_ALL, vllm.PauseState.PAUSED_NEW, vllm.PauseState.UNPAUSED
-RUNNERS = pytest.mark.parametrize("is_newer", [False, True], ids=["older runner", "newer runner"])
-LOOPS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
 
 class Served:
@@ -62,15 +61,30 @@ class Served:
             self.step()
         raise AssertionError("the engine does not come to rest")
 
+    def turn(self) -> tuple[Any, dict[int, Any]]:
+        """Plans and executes a step by hand: what was scheduled, and what there is for each client."""
+        output = self.scheduler.schedule()
+        return output, self.scheduler.update_from_output(output, self.worker.execute(output))
+
     @property
     def num_hit_tokens(self) -> int:
         return self.core.blocks.prefixes.num_hit_tokens
+
+    def check_nothing_is_left(self) -> None:
+        assert self.core.blocks.num_free_blocks == 16
+        assert self.worker.known == {}
 
 
 def tokens_alone(request: vllm.Request) -> list[int]:
     from tests.real.vllm_stub_engine import written
 
     return written(request, 64)
+
+
+def check_tokens(*requests: vllm.Request) -> None:
+    """Each has those that it gets alone."""
+    for request in requests:
+        assert request.output_token_ids == tokens_alone(request)
 
 
 # --- refusals ---
@@ -138,7 +152,7 @@ def test_a_request_for_what_we_have_not_ends_with_an_error_and_others_go_on(
     served.scheduler.add_request(bad)
     assert served.run() == {"good": "length", "bad": "error"}
     assert f"request bad ends with an error: this testbed's scheduler has no {name}" in caplog.text
-    assert good.output_token_ids == tokens_alone(good)
+    check_tokens(good)
     assert not served.scheduler._names
 
 
@@ -168,8 +182,7 @@ def test_of_what_we_have_not_there_is_nothing() -> None:
 def test_statistics_are_with_the_outputs_if_vllm_wants_them() -> None:
     served = Served(log_stats=True)
     served.add("a")
-    output = served.scheduler.schedule()
-    found = served.scheduler.update_from_output(output, served.worker.execute(output))
+    _, found = served.turn()
     stats = found[0].scheduler_stats
     assert (stats.num_running_reqs, stats.num_waiting_reqs) == (1, 0)
     assert stats.kv_cache_usage == served.scheduler.get_kv_cache_usage() == pytest.approx(3 / 16)
@@ -181,16 +194,14 @@ def test_what_happened_to_a_request_is_with_its_output_if_vllm_wants_it() -> Non
     served = Served(log_stats=True)
     for name in ("a", "b"):  # the second one finds the first one's blocks
         served.add(name, [7] * 9)
-        output = served.scheduler.schedule()
-        found = served.scheduler.update_from_output(output, served.worker.execute(output))[0]
+        found = served.turn()[1][0]
         (one,) = [made for made in found.outputs if made.request_id == name]
         assert one.events == [vllm.EngineCoreEventType.QUEUED, vllm.EngineCoreEventType.SCHEDULED]
         assert one.prefill_stats == vllm.PrefillStats(9, 8 * (name == "b"), 8 * (name == "a"))
         assert found.scheduler_stats.prefix_cache_stats == vllm.PrefixCacheStats(9, 8 * (name == "b"))
     silent = Served()
     silent.add("a")
-    output = silent.scheduler.schedule()
-    assert silent.scheduler.update_from_output(output, silent.worker.execute(output))[0].outputs[0].events is None
+    assert silent.turn()[1][0].outputs[0].events is None
 
 
 def test_each_client_is_told_of_its_own_requests_and_of_those_that_ended() -> None:
@@ -201,14 +212,9 @@ def test_each_client_is_told_of_its_own_requests_and_of_those_that_ended() -> No
     served.scheduler.finish_requests("c", vllm.RequestStatus.FINISHED_ABORTED)
     told = []
     for _ in range(2):
-        output = served.scheduler.schedule()
-        found = served.scheduler.update_from_output(output, served.worker.execute(output))
-        told.append({client: (_names(one.outputs), one.finished_requests) for client, one in found.items()})
+        found = served.turn()[1].items()
+        told.append({at: ([one.request_id for one in made.outputs], made.finished_requests) for at, made in found})
     assert told == [{0: (["a"], {"a"}), 1: (["b"], set()), 2: ([], {"c"})}, {1: (["b"], {"b"})}]
-
-
-def _names(outputs: list[Any]) -> list[str]:
-    return [one.request_id for one in outputs]
 
 
 @LOOPS
@@ -220,8 +226,7 @@ def test_all_requests_can_be_ended_at_once(is_async: bool) -> None:
     assert sorted(request.request_id for request in ended) == ["a", "b", "c"]
     assert all(request.is_finished() for request in requests)
     assert served.run() == {}
-    assert served.core.blocks.num_free_blocks == 16
-    assert served.worker.known == {}
+    served.check_nothing_is_left()
 
 
 @RUNNERS
@@ -233,7 +238,7 @@ def test_an_id_may_come_again_while_what_was_drawn_for_it_is_on_its_way(is_newer
     served.engine.abort(["a"])
     again = served.add("a", [5, 4, 3])
     assert served.run() == {"a": "length"}
-    assert again.output_token_ids == tokens_alone(again)
+    check_tokens(again)
 
 
 def test_what_was_cached_before_a_reset_is_found_no_more() -> None:
@@ -273,12 +278,10 @@ def test_a_reset_of_what_runs_has_it_computed_again_and_changes_no_token(
     served.memory.wipe()
     served.scheduler.set_pause_state(NONE)
     assert served.run() == dict.fromkeys("abc", "length")
-    for request in requests:
-        assert request.output_token_ids == tokens_alone(request)
-        assert request.num_preemptions == 1
+    check_tokens(*requests)
+    assert [request.num_preemptions for request in requests] == [1] * 3
     assert num_hit == served.num_hit_tokens == 0
-    assert served.core.blocks.num_free_blocks == 16
-    assert served.worker.known == {}
+    served.check_nothing_is_left()
 
 
 @LOOPS
@@ -292,7 +295,7 @@ def test_aborts_and_a_reset_at_once(is_async: bool) -> None:
     served.memory.wipe()
     again = served.add("b")
     assert served.run() == {"b": "length"}
-    assert again.output_token_ids == tokens_alone(again)
+    check_tokens(again)
     assert again.num_preemptions == served.num_hit_tokens == 0
 
 
@@ -318,10 +321,8 @@ def test_a_pause_of_all_comes_to_rest_and_loses_nothing(is_newer: bool, is_async
     assert served.run() == {"a": "length", "c": "length"}
     assert not any(map(served.scheduler.has_request, "abc"))
     assert len(tokens_alone(running[0])) > num_output > 0
-    for request in (running[0], later):
-        assert request.output_token_ids == tokens_alone(request)
-    assert served.core.blocks.num_free_blocks == 16
-    assert served.worker.known == {}
+    check_tokens(running[0], later)
+    served.check_nothing_is_left()
 
 
 @RUNNERS
@@ -333,12 +334,11 @@ def test_steps_without_requests_in_between_lose_no_token(is_newer: bool, is_asyn
     served.step(4)
     served.scheduler.set_pause_state(ALL)
     served.run()
-    output = served.scheduler.schedule()
+    output, _ = served.turn()
     assert output.total_num_scheduled_tokens == 0
-    served.scheduler.update_from_output(output, served.worker.execute(output))
     served.scheduler.set_pause_state(NONE)
     assert served.run() == {"a": "length"}
-    assert request.output_token_ids == tokens_alone(request)
+    check_tokens(request)
 
 
 def test_while_new_requests_are_paused_those_that_are_there_end_and_others_are_kept_back() -> None:
@@ -354,5 +354,5 @@ def test_while_new_requests_are_paused_those_that_are_there_end_and_others_are_k
     assert served.scheduler.reset_prefix_cache(), "nobody is served"
     served.scheduler.set_pause_state(NONE)
     assert served.run() == {"a": "length", "b": "length"}
-    assert later.output_token_ids == tokens_alone(later)
+    check_tokens(later)
     assert served.num_hit_tokens == 0

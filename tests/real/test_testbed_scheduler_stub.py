@@ -23,6 +23,7 @@ from testbed.errors import ConfigError, RequestError, RunFolderError, TestbedErr
 from testbed.traces.readers.own import read_jsonl
 from testbed.traces.schema import TokenIds
 from tests.real import vllm_stub_types as vllm
+from tests.real.vllm_stub import LOOPS, RUNNERS
 from tests.real.vllm_stub_worker import VOCAB_SIZE, Memory, NewerRunner, OlderRunner
 
 pytestmark = pytest.mark.usefixtures("vllm_stub")
@@ -59,36 +60,44 @@ def made(
     return TestbedScheduler(*config, None, BLOCK_SIZE, BLOCK_SIZE)
 
 
-def served(scheduler: Any, worker: Any, *, is_async: bool) -> dict[str, vllm.Request]:
-    """Every request comes while others run; one is aborted."""
+def engine_of(scheduler: Any, *, is_async: bool = False, is_newer: bool = False) -> Any:
+    """The stub's engine with a worker of its own."""
     from tests.real.vllm_stub_engine import Engine
 
-    engine, rng, requests = Engine(scheduler, worker, is_async=is_async), random.Random(5), dict[str, vllm.Request]()
+    memory = Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True)
+    worker = NewerRunner(memory, 6) if is_newer else OlderRunner(memory, is_async=is_async)
+    return Engine(scheduler, worker, is_async=is_async)
+
+
+def add(scheduler: Any, name: str, prompt: list[int], max_tokens: int, **options: Any) -> vllm.Request:
+    request = vllm.Request(name, prompt, vllm.SamplingParams(max_tokens, **options))
+    scheduler.add_request(request)
+    return request
+
+
+def served(scheduler: Any, **kinds: bool) -> dict[str, vllm.Request]:
+    """Every request comes while others run; one is aborted."""
+    engine, rng, requests = engine_of(scheduler, **kinds), random.Random(5), dict[str, vllm.Request]()
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(12)]
     for number in range(12):
         prompt = shared + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
-        request = vllm.Request(f"r{number}", prompt, vllm.SamplingParams(rng.randrange(8, 20), stop_token_ids=[3]))
-        requests[f"r{number}"] = request
-        scheduler.add_request(request)
+        requests[f"r{number}"] = add(scheduler, f"r{number}", prompt, rng.randrange(8, 20), stop_token_ids=[3])
         engine.step()
         if number == 9:
             engine.aborts.append("r8")
-    while engine.has_work:
-        engine.step()
+    engine.run()
     scheduler.shutdown()
     return requests
 
 
-@pytest.mark.parametrize("is_newer", [False, True], ids=["older runner", "newer runner"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@RUNNERS
+@LOOPS
 def test_a_run_folder_is_left_whose_tape_replays(tmp_path: Path, is_async: bool, is_newer: bool) -> None:
     from tests.real.vllm_stub_engine import written
 
     folder = tmp_path / "run"
     scheduler = made({"out": str(folder), "device": "cpu"}, is_async=is_async, is_newer=is_newer)
-    memory = Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True)
-    worker = NewerRunner(memory, 6) if is_newer else OlderRunner(memory, is_async=is_async)
-    requests = served(scheduler, worker, is_async=is_async)
+    requests = served(scheduler, is_async=is_async, is_newer=is_newer)
     aborted = requests.pop("r8")
     assert aborted.status == vllm.RequestStatus.FINISHED_ABORTED
     for request in requests.values():
@@ -96,11 +105,10 @@ def test_a_run_folder_is_left_whose_tape_replays(tmp_path: Path, is_async: bool,
     run = load_run(folder)
     assert run.manifest["status"] == "complete"
     assert run.requests["num_preemptions"].sum() > 0
-    assert (
-        dict(zip(run.requests["request_id"], run.requests["num_output_tokens"], strict=True)).items()
-        >= {name: request.num_output_tokens for name, request in requests.items()}.items()
-    )
-    row = run.requests.set_index("request_id").loc["r8"]
+    records = run.requests.set_index("request_id")
+    num_tokens = {name: request.num_output_tokens for name, request in requests.items()}
+    assert records["num_output_tokens"].to_dict().items() >= num_tokens.items()
+    row = records.loc["r8"]
     assert (row["finish_reason"], row["num_output_tokens"]) == ("abort", aborted.num_output_tokens), "it got no more"
     assert failures(run.summary["checks"]) == []
     report = check_parity(folder)
@@ -115,26 +123,20 @@ def test_a_run_folder_is_left_whose_tape_replays(tmp_path: Path, is_async: bool,
     config = config_from(folder, ["backend=sim", "cost=constant"])
     again = execute(config, tmp_path / "sim")
     simulated = load_run(again.folder).requests.set_index("request_id")["num_output_tokens"]
-    assert {name: simulated[name] for name in requests} == {
-        name: request.num_output_tokens for name, request in requests.items()
-    }
+    assert simulated[list(requests)].to_dict() == num_tokens
     with pytest.raises(RunFolderError, match="already holds a run"):
         made({"out": str(folder)})
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@LOOPS
 def test_requests_that_are_aborted_while_a_step_has_them_were_scheduled(tmp_path: Path, is_async: bool) -> None:
-    from tests.real.vllm_stub_engine import Engine
-
     scheduler = made({"out": str(tmp_path / "run"), "device": "cpu"}, is_async=is_async)
-    worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=is_async)
-    engine = Engine(scheduler, worker, is_async=is_async)
-    scheduler.add_request(vllm.Request("r0", [5] * 6, vllm.SamplingParams(12)))
+    engine = engine_of(scheduler, is_async=is_async)
+    add(scheduler, "r0", [5] * 6, 12)
     engine.step()
-    scheduler.add_request(vllm.Request("r1", [6] * 6, vllm.SamplingParams(12)))
+    add(scheduler, "r1", [6] * 6, 12)
     engine.aborts = ["r1"]  # while the step is in flight that admits it
-    while engine.has_work:
-        engine.step()
+    engine.run()
     scheduler.shutdown()
     run = load_run(tmp_path / "run")
     row = run.requests.set_index("request_id").loc["r1"]
@@ -149,8 +151,7 @@ def test_a_model_that_has_no_price_here_is_served_and_its_tape_replays(
     settings = {"out": str(tmp_path / "run"), "device": "cpu"}
     scheduler = made(settings, model={"architectures": ["OddForCausalLM"], "state_size": 16})
     assert "/models/tiny has no price here: " in caplog.text
-    worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
-    served(scheduler, worker, is_async=False)
+    served(scheduler)
     assert check_parity(tmp_path / "run").divergence is None
     assert load_run(tmp_path / "run").manifest["model"] == "tiny"
     with pytest.raises(ConfigError, match=r"tiny has no price here.*say whose prices to take, as model=llama3.1_8b"):
@@ -160,18 +161,14 @@ def test_a_model_that_has_no_price_here_is_served_and_its_tape_replays(
 
 
 def test_what_vllm_admits_and_our_records_do_not_is_bounded_or_named_anew(tmp_path: Path) -> None:
-    from tests.real.vllm_stub_engine import Engine
-
     scheduler = made({"out": str(tmp_path / "run")})
-    worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
-    engine = Engine(scheduler, worker, is_async=False)
+    engine = engine_of(scheduler)
     for priority, max_tokens in ((10**15, 4), (-(10**15), 4), (0, 2**40)):
         request = vllm.Request("again", [7] * 5, vllm.SamplingParams(max_tokens), priority=priority)
         scheduler.add_request(request)
         with pytest.raises(RequestError, match="'again' is in use"):
             scheduler.add_request(request)
-        while engine.has_work:
-            engine.step()
+        engine.run()
     scheduler.shutdown()
     run = load_run(tmp_path / "run")
     assert list(run.requests["request_id"]) == ["again", "again~2", "again~3"]
@@ -192,13 +189,10 @@ def test_prompt_logprobs_are_refused_where_the_workers_lose_them() -> None:
 
 
 def test_a_killed_engine_leaves_what_its_tape_needs(tmp_path: Path) -> None:
-    from tests.real.vllm_stub_engine import Engine
-
     scheduler = made({"out": str(tmp_path / "run")})
-    worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
-    engine = Engine(scheduler, worker, is_async=False)
+    engine = engine_of(scheduler)
     for number in range(4):
-        scheduler.add_request(vllm.Request(f"r{number}", [7 + number] * 5, vllm.SamplingParams(12, stop_token_ids=[3])))
+        add(scheduler, f"r{number}", [7 + number] * 5, 12, stop_token_ids=[3])
         engine.step()
     report = check_parity(tmp_path / "run")  # vLLM never said that it was over
     assert (report.divergence, report.is_cut, report.num_steps) == (None, True, 4)
@@ -253,16 +247,12 @@ def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_policy_that_fails_is_named_in_the_error_and_in_the_folder(
     tmp_path: Path, policies: Path, key: str, name: str, said: str
 ) -> None:
-    from tests.real.vllm_stub_engine import Engine
-
     target = f"served_policies.{name}"
     preset = {"name": "vllm_v1", key: {"_target_": target}}
     scheduler = made({"out": str(tmp_path / "run"), "scheduler": preset})
-    engine = Engine(
-        scheduler, OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False), is_async=False
-    )
+    engine = engine_of(scheduler)
     for number in range(8):
-        scheduler.add_request(vllm.Request(f"r{number}", [7] * 3, vllm.SamplingParams(4)))
+        add(scheduler, f"r{number}", [7] * 3, 4)
     line = said.format(file=policies, named=f"scheduler.{key}={target}")
     for _ in range(2):  # whoever asks again is told the same
         with pytest.raises(TestbedError, match=re.escape(line)):
@@ -278,15 +268,11 @@ def test_a_policy_that_fails_is_named_in_the_error_and_in_the_folder(
 def test_requests_that_no_step_moves_are_named_once(
     policies: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tests.real.vllm_stub_engine import Engine
-
     monkeypatch.setattr("real.vllm.own_loop.OwnLoop.PATIENCE_NS", 1)
     scheduler = made({"scheduler": {"name": "vllm_v1", "composition": {"_target_": "served_policies.DoesNothing"}}})
-    engine = Engine(
-        scheduler, OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False), is_async=False
-    )
+    engine = engine_of(scheduler)
     for number in range(2):
-        scheduler.add_request(vllm.Request(f"r{number}", [7] * 5, vllm.SamplingParams(4)))
+        add(scheduler, f"r{number}", [7] * 5, 4)
     for _ in range(5):
         engine.step()
     (line,) = [record.getMessage() for record in caplog.records if "no step has moved" in record.getMessage()]
@@ -303,9 +289,8 @@ def test_a_full_disk_ends_the_records_and_not_the_engine(
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
     try:
         for number in range(num_before):
-            scheduler.add_request(vllm.Request(f"early{number}", [7] * 40, vllm.SamplingParams(1)))
-        worker = OlderRunner(Memory(BLOCK_SIZE, NUM_BLOCKS, reads_own_step=True), is_async=False)
-        requests = served(scheduler, worker, is_async=False)
+            add(scheduler, f"early{number}", [7] * 40, 1)
+        requests = served(scheduler)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert all(request.is_finished() for request in requests.values())

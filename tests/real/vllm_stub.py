@@ -17,9 +17,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from tests.real import vllm_stub_types as types
 
 VERSION = "0.32.0"
+RUNNERS = pytest.mark.parametrize("is_newer", [False, True], ids=["older runner", "newer runner"])
+LOOPS = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 NEED_VLLM = (
     "real.vllm.observer", "real.vllm.told", "real.vllm.scheduler", "real.vllm.seated",
     "experiments.serving.inside_vllm", "tests.real.vllm_stub_engine",

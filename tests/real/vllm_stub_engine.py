@@ -68,6 +68,11 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_requests() or bool(self.queue)
 
+    def run(self) -> None:
+        """Until there is nothing to do."""
+        while self.has_work:
+            self.step()
+
     def abort(self, names: list[str]) -> list[Any]:
         return self.scheduler.finish_requests(names, vllm.RequestStatus.FINISHED_ABORTED)
 

@@ -17,7 +17,7 @@ from experiments.configuration.config import RunConfig
 from experiments.runs.parity import check_parity
 from experiments.runs.run import RunResult, execute
 from real.config import RealConfig
-from real.parallel import replica
+from real.parallel import processes, replica
 from sim.config import SimConfig
 from testbed.errors import ConfigError, DeviceError
 from tests.experiments.kit import REAL, SHORT, SMALL, TINY, manifest_of, say, table_of
@@ -103,7 +103,7 @@ def test_replicas_of_two_ranks_each(tmp_path: Path) -> None:
 # --- ends ---
 
 TAPES = ["tape-0.jsonl", "tape-1.jsonl"]
-FLEET = ("backend.num_replicas=2", "backend.num_threads=1", "backend.rank_timeout_s=5", "record.decisions=true")
+FLEET = ("backend.num_replicas=2", "backend.num_threads=1", "backend.rank_timeout_s=3", "record.decisions=true")
 
 
 def check_kept(folder: Path) -> None:
@@ -117,13 +117,14 @@ def check_kept(folder: Path) -> None:
     ("number", "told"),
     [
         (signal.SIGKILL, "was killed by SIGKILL"),
-        (signal.SIGSTOP, "says nothing for 5 s; if it was only slow, raise backend.rank_timeout_s"),
+        (signal.SIGSTOP, "says nothing for 3 s; if it was only slow, raise backend.rank_timeout_s"),
     ],
 )
 def test_a_fleet_that_loses_a_replica_keeps_what_its_replicas_committed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int, told: str
 ) -> None:
-    """The other replica soon has served its part of 600 requests."""
+    """The other replica soon has served its part of 600 requests; one that is stopped has a second to end."""
+    monkeypatch.setattr(processes, "END_S", 1.0)
     folder = tmp_path / "run"
     status, error, engines = losing_a_rank(capsys, number, folder, TAPES, *FLEET, "trace.num_requests=600")
     assert len(engines) == 2

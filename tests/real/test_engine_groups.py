@@ -33,7 +33,11 @@ def reference(spec):
 def run(core: HandCore, backend: RealBackend, chunk: int = 64) -> None:
     """Until every group is finished."""
     while core.groups:
-        core.commit(backend.start(core.plan(chunk)).wait()[0])
+        step_once(core, backend, chunk)
+
+
+def step_once(core: HandCore, backend: RealBackend, chunk: int = 64) -> None:
+    core.commit(backend.start(core.plan(chunk)).wait()[0])
 
 
 def hand_core(eos: int | None = None) -> HandCore:
@@ -90,7 +94,7 @@ def test_searches_in_one_batch_do_not_touch_each_other(spec, reference, chunk):
     groups = []
     for prompt, width in zip(PROMPTS, (4, 1, 3, 2), strict=True):
         groups.append(core.add(prompt, search(width), 12))
-        core.commit(backend.start(core.plan(chunk)).wait()[0])  # they start one after another
+        step_once(core, backend, chunk)  # they start one after another
     core.add([1, 2, 3], SamplingParams(temperature=1.0, n=3), 9)
     run(core, backend, chunk)
     for prompt, group in zip(PROMPTS, groups, strict=True):
@@ -161,7 +165,7 @@ def test_swapping_a_search_out_and_in_changes_nothing(spec, reference):
             elif not group.is_swapped and group.has_forked and rng.random() < 0.3:
                 core.swap_out(group)
                 num_swaps += 1
-        core.commit(backend.start(core.plan()).wait()[0])
+        step_once(core, backend)
     assert num_swaps > 5
     for prompt, group in zip(PROMPTS, groups, strict=True):
         assert best(reference, prompt, group) == expected_beams(reference, prompt, 3, 14)
@@ -305,7 +309,7 @@ def test_parallel_samples_equal_single_ones_with_the_same_keys(spec):
         while core.groups:
             if swaps and group.has_forked and group in core.groups:
                 (core.swap_in if group.is_swapped else core.swap_out)(group)
-            core.commit(backend.start(core.plan(chunk)).wait()[0])
+            step_once(core, backend, chunk)
         runs.append(group.finished)
         assert core.num_free == (64, 64)
     assert runs[0] == runs[1] == runs[2]

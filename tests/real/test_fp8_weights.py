@@ -17,12 +17,11 @@ from real.checkpoint import make_checkpoint
 from real.layers.fp8 import STORED, Fp8Layout
 from real.layers.linear import Kept, Part, whole_part
 from real.loader import SINGLE_FILE
-from testbed.errors import ModelError
 from testbed.specs.hf_config import load_hf_config
 from testbed.specs.model import ModelSpec
 from testbed.specs.quantization import PER_BLOCK, PER_CHANNEL, PER_TENSOR, Fp8Scheme, fp8_scheme
-from tests.real.engine_helpers import ARCHITECTURES, row, step_logits, tiny_backend, tiny_spec
-from tests.real.thread_ranks import on_ranks
+from tests.real.engine_helpers import ARCHITECTURES, load_error, logits_of_pieces, tiny_backend, tiny_spec
+from tests.real.thread_ranks import check_ranks_agree, on_ranks
 
 SCHEMES = {
     "a tensor": PER_TENSOR,
@@ -31,8 +30,6 @@ SCHEMES = {
     "blocks that end within heads and ranks": Fp8Scheme(10, 7, "weight_scale_inv"),
     "blocks of compressed-tensors": Fp8Scheme(20, 12, "weight_scale"),
 }
-PROMPT = [3, 500, 17, 256, 255, 1, 499, 88, 9]
-TABLE = [9, 3, 17]
 K_PROJ = "model.layers.1.self_attn.k_proj."
 TOLERANCE = 2e-5  # of float32 sums in another order, on weights that are rounded once in float32
 
@@ -75,11 +72,7 @@ def dequantized(spec: ModelSpec, scheme: Fp8Scheme, folder: Path) -> ModelSpec:
 
 
 def logits_of(spec: ModelSpec, **options) -> torch.Tensor:
-    """Of a chunked prefill and a decode, [2, vocab]."""
-    backend = tiny_backend(spec, dtype="float32", sliding_window=spec.sliding_window, **options)
-    step_logits(backend, row(0, PROMPT, TABLE, end=5, samples=False))
-    prefill = step_logits(backend, row(0, PROMPT, TABLE, start=5))
-    return torch.cat([prefill, step_logits(backend, row(0, [*PROMPT, 4], TABLE, start=len(PROMPT)))])
+    return logits_of_pieces(spec, dtype="float32", **options)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 moe", "qwen2 untied", "llama with biases", "mistral"])
@@ -102,11 +95,8 @@ def test_what_is_kept_is_a_byte_a_weight():
 
 
 def test_random_weights_do_not_depend_on_the_ranks_and_keep_their_scale():
-    spec = tiny_spec(dtype="fp8", num_key_value_heads=1)
-    expected = logits_of(spec, seed=5)
-    assert 0.3 < float(expected.std()) < 3
-    for logits in on_ranks(2, lambda rank: logits_of(spec, group=rank, seed=5)):
-        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    logits = check_ranks_agree(tiny_spec(dtype="fp8", num_key_value_heads=1), 2, TOLERANCE, dtype="float32")
+    assert 0.3 < float(logits.std()) < 3
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 4))
@@ -124,13 +114,6 @@ def test_a_rank_keeps_the_scales_of_the_groups_that_it_touches(size, group, num_
 
 
 # --- what is refused ---
-
-
-def load_error(spec: ModelSpec, **options) -> str:
-    with pytest.raises(ModelError) as error:
-        tiny_backend(spec, **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def edit(spec: ModelSpec, **changes: torch.Tensor | None) -> None:

@@ -10,20 +10,8 @@ import torch
 from real.loader import checkpoint_slots
 from testbed.errors import ConfigError
 from testbed.specs.memory import activation_bytes, graph_bytes
-from tests.real.engine_helpers import ARCHITECTURES, TOLERANCE, checkpoint, row, step_logits, tiny_backend, tiny_spec
-from tests.real.thread_ranks import on_ranks
-
-PROMPT = [3, 500, 17, 256, 255, 1, 499, 88, 9]
-TABLE = [9, 3, 17]
-
-
-def all_logits(spec, **options) -> torch.Tensor:
-    """Of a chunked prefill and a decode, [2, vocab]."""
-    backend = tiny_backend(spec, sliding_window=spec.sliding_window, **options)
-    step_logits(backend, row(0, PROMPT, TABLE, end=5, samples=False))
-    prefill = step_logits(backend, row(0, PROMPT, TABLE, start=5))
-    return torch.cat([prefill, step_logits(backend, row(0, [*PROMPT, 4], TABLE, start=len(PROMPT)))])
-
+from tests.real.engine_helpers import ARCHITECTURES, PIECES, checkpoint, row, step_logits, tiny_backend, tiny_spec
+from tests.real.thread_ranks import check_ranks_agree, on_ranks
 
 SHAPES = {
     "heads of both kinds": (2, {}),
@@ -38,20 +26,14 @@ SHAPES = {
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_is_shared(name, num_ranks):
-    spec = tiny_spec(**ARCHITECTURES[name], vocab_size=509)
-    expected = all_logits(spec, seed=5)
-    for logits in on_ranks(num_ranks, lambda rank: all_logits(spec, group=rank, seed=5)):
-        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    check_ranks_agree(tiny_spec(**ARCHITECTURES[name], vocab_size=509), num_ranks)
 
 
 @pytest.mark.parametrize(("num_ranks", "changes"), SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("from_file", [True, False], ids=["safetensors", "dummy"])
 def test_ranks_together_give_the_logits_of_one(tmp_path, num_ranks, changes, from_file):
     spec = tiny_spec(**changes)
-    spec = checkpoint(tmp_path, spec) if from_file else spec
-    expected = all_logits(spec, seed=5)
-    for logits in on_ranks(num_ranks, lambda rank: all_logits(spec, group=rank, seed=5)):
-        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    check_ranks_agree(checkpoint(tmp_path, spec) if from_file else spec, num_ranks)
 
 
 def test_ranks_hold_no_more_than_their_part():
@@ -88,7 +70,7 @@ def test_what_the_ranks_share_of_a_steps_rows_is_what_the_memory_is_counted_by()
         for name, module in backend.runner.model.named_modules():
             if (last := name.rpartition(".")[2]) in found:
                 module.register_forward_hook(lambda _, __, out, last=last: found[last].add(out.shape[-1]))
-        step_logits(backend, row(0, PROMPT, TABLE))
+        step_logits(backend, row(0, PIECES, [9, 3, 17]))
         return found
 
     spec = tiny_spec(vocab_size=509)

@@ -65,6 +65,11 @@ def made(
     return pool.scheduler
 
 
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log.jsonl"
+
+
 def observed(log: Path, tokens: str = "ids", **options: Any) -> Any:
     return made({"testbed": {"observe": str(log), "tokens": tokens}}, **options)
 
@@ -90,11 +95,11 @@ def picked(line: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: line[key] for key in keys}
 
 
-def test_the_first_line_describes_the_engine(tmp_path: Path) -> None:
-    scheduler = observed(tmp_path / "log.jsonl", lora_config=object(), speculative_config=None)
+def test_the_first_line_describes_the_engine(log: Path) -> None:
+    scheduler = observed(log, lora_config=object(), speculative_config=None)
     add(scheduler, "a", [1])
     plan(scheduler, a=1)
-    (first,) = lines(tmp_path / "log.jsonl", "observed")
+    (first,) = lines(log, "observed")
     assert picked(first, "version", "vllm", "scheduler", "unknown") == {
         "version": 1, "vllm": VERSION, "scheduler": "ObservedScheduler", "unknown": ["lora_config"],
     }  # fmt: skip
@@ -108,8 +113,8 @@ def test_the_first_line_describes_the_engine(tmp_path: Path) -> None:
     assert picked(first["device"], "type", "tensor_parallel_size") == {"type": "cpu", "tensor_parallel_size": 1}
 
 
-def test_the_synchronous_class_is_refused_where_vllm_plans_ahead(tmp_path: Path) -> None:
-    settings = {"testbed": {"observe": str(tmp_path / "log.jsonl")}}
+def test_the_synchronous_class_is_refused_where_vllm_plans_ahead(log: Path) -> None:
+    settings = {"testbed": {"observe": str(log)}}
     with pytest.raises(ValueError, match=r"take real\.vllm\.ObservedAsyncScheduler"):
         made(settings, is_async=True, observes=False)
     made(settings, is_async=False, observes=True)
@@ -130,8 +135,7 @@ def test_settings_of_the_observer_that_cannot_be_are_refused(settings: Any, mess
         made({"testbed": settings})
 
 
-def test_steps_are_logged_as_they_are_planned_and_taken(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
+def test_steps_are_logged_as_they_are_planned_and_taken(log: Path) -> None:
     scheduler = observed(log)
     add(scheduler, "a", [1, 2, 3], arrival_time=1.5, cache_salt="s", priority=2)
     add(scheduler, "b", [7] * 5)
@@ -159,8 +163,7 @@ def test_steps_are_logged_as_they_are_planned_and_taken(tmp_path: Path) -> None:
     assert (len(found.steps), found.requests["a"].output, found.requests["a"].reason) == (3, [9, 8], "length")
 
 
-def test_an_asynchronous_scheduler_plans_before_it_takes(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
+def test_an_asynchronous_scheduler_plans_before_it_takes(log: Path) -> None:
     scheduler = observed(log, is_async=True)
     add(scheduler, "a", [1, 2])
     first, second = plan(scheduler, a=2), plan(scheduler, a=1)
@@ -174,8 +177,7 @@ def test_an_asynchronous_scheduler_plans_before_it_takes(tmp_path: Path) -> None
     assert found.header["scheduler"] == "ObservedAsyncScheduler"
 
 
-def test_steps_without_requests_are_not_logged_but_those_that_only_preempt(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
+def test_steps_without_requests_are_not_logged_but_those_that_only_preempt(log: Path) -> None:
     scheduler = observed(log)
     add(scheduler, "a", [1, 2])
     plan(scheduler, a=1)
@@ -185,9 +187,8 @@ def test_steps_without_requests_are_not_logged_but_those_that_only_preempt(tmp_p
     assert lines(log, "commit") == []
 
 
-def test_each_step_is_in_the_file_when_it_is_done(tmp_path: Path) -> None:
+def test_each_step_is_in_the_file_when_it_is_done(log: Path) -> None:
     """Whoever kills the engine then has all of it."""
-    log = tmp_path / "log.jsonl"
     scheduler = observed(log)
     add(scheduler, "a", [1, 2])
     output = plan(scheduler, a=2)
@@ -196,8 +197,7 @@ def test_each_step_is_in_the_file_when_it_is_done(tmp_path: Path) -> None:
     assert [line["kind"] for line in lines(log)] == ["observed", "add", "plan", "commit"]
 
 
-def test_lengths_in_place_of_ids_if_asked_for(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
+def test_lengths_in_place_of_ids_if_asked_for(log: Path) -> None:
     scheduler = observed(log, "lengths")
     add(scheduler, "a", [1, 2, 3], max_tokens=1)
     add(scheduler, "of embeddings", None)
@@ -216,8 +216,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("named", NAMED)
-def test_aborts_are_noted_in_whatever_form_they_come(tmp_path: Path, named: str) -> None:
-    log = tmp_path / "log.jsonl"
+def test_aborts_are_noted_in_whatever_form_they_come(log: Path, named: str) -> None:
     scheduler = observed(log)
     add(scheduler, "a", [1, 2])
     output = plan(scheduler, a=2)
@@ -232,8 +231,7 @@ def test_aborts_are_noted_in_whatever_form_they_come(tmp_path: Path, named: str)
     assert found.num_open == 0
 
 
-def test_resets_of_the_prefix_cache_are_noted(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
+def test_resets_of_the_prefix_cache_are_noted(log: Path) -> None:
     scheduler = observed(log)
     assert scheduler.reset_prefix_cache(reset_running_requests=True)
     add(scheduler, "a", [1, 2], max_tokens=1)
@@ -264,9 +262,9 @@ class _Full:
 
 @pytest.mark.parametrize("fails_at", ["write", "flush", "close", "it is closed"])
 def test_a_log_that_cannot_be_written_is_given_up_and_serving_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, fails_at: str
+    log: Path, caplog: pytest.LogCaptureFixture, fails_at: str
 ) -> None:
-    scheduler = observed(tmp_path / "log.jsonl")
+    scheduler = observed(log)
     scheduler.testbed_log._file.close()
     if fails_at != "it is closed":
         scheduler.testbed_log._file = _Full(fails_at)
@@ -282,27 +280,26 @@ def test_a_log_that_cannot_be_written_is_given_up_and_serving_goes_on(
     assert caplog.text.count("the testbed's log is given up at step") == 1
 
 
-def test_a_log_without_a_place_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_log_without_a_place_is_refused(monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
     for config in (None, {}, {"testbed": None}, {"testbed": {"tokens": "ids"}}):
         monkeypatch.delenv("TESTBED_OBSERVE", raising=False)
         with pytest.raises(ValueError, match="tell the observer where to write"):
             made(config)
-        monkeypatch.setenv("TESTBED_OBSERVE", str(tmp_path / "log.jsonl"))
+        monkeypatch.setenv("TESTBED_OBSERVE", str(log))
         made(config).shutdown()
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(log.parent.iterdir())) == 4
 
 
-def test_a_log_is_never_written_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_is_never_written_over(log: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A server that is started again after a crash, and each of its engines, gets a file of its own."""
-    log = tmp_path / "log.jsonl"
     engines = [observed(log) for _ in range(3)]
     for number, engine in enumerate(engines):
         add(engine, f"r{number}", [1])
         engine.shutdown()
     for number, name in enumerate(("log.jsonl", "log-1.jsonl", "log-2.jsonl")):
-        assert [line["id"] for line in lines(tmp_path / name, "add")] == [f"r{number}"]
+        assert [line["id"] for line in lines(log.with_name(name), "add")] == [f"r{number}"]
     assert caplog.messages == [
-        f"the testbed's log is written to {tmp_path / name}: {log} is there already"
+        f"the testbed's log is written to {log.with_name(name)}: {log} is there already"
         for name in ("log-1.jsonl", "log-2.jsonl")
     ]
 

@@ -23,7 +23,7 @@ from testbed.errors import ConfigError, DeviceError
 from tests.experiments.kit import REAL, SHORT, SMALL, TINY, manifest_of, say, table_of
 from tests.parity.kit import CLOSED, real_config, real_run, replay_config
 from tests.real.engine_helpers import tiny_spec
-from tests.real.processes import assert_gone, check_end, losing_a_rank, ranks_of, stepping
+from tests.real.processes import assert_gone, check_end, check_interrupt, losing_a_rank, ranks_of, stepping
 
 SAMPLED = {"trace__forced": "nothing", "sampling__temperature": 0.8, "sampling__max_tokens": 16}
 TWO = {"backend__num_replicas": 2, "backend__num_threads": 1}
@@ -138,9 +138,7 @@ def test_a_fleet_that_is_interrupted_keeps_what_its_replicas_committed(tmp_path:
     driver = stepping(folder, TAPES, *FLEET)
     engines = ranks_of(driver.pid)
     assert len(engines) == 2
-    os.killpg(driver.pid, signal.SIGINT)
-    error = driver.communicate(timeout=30)[1]
-    check_end(driver.returncode, error, folder, 130, "error: interrupted after ", "replica 1")
+    check_interrupt(driver, folder, "replica 1")
     assert_gone(engines)
     check_kept(folder)
 

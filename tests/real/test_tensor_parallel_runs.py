@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.processes import assert_gone, check_end, losing_a_rank, ranks_of, stepping
+from tests.real.processes import assert_gone, check_end, check_interrupt, losing_a_rank, ranks_of, stepping
 
 FILES = ["decisions.jsonl"]
 TWO = ("device.tensor_parallel_size=2", "record.decisions=true")
@@ -37,9 +37,7 @@ def test_a_run_that_is_interrupted_keeps_its_committed_steps(tmp_path: Path) -> 
     driver, rank = stepping_ranks(folder)
     for number in (signal.SIGTERM, signal.SIGHUP):
         os.kill(rank, number)
-    os.killpg(driver.pid, signal.SIGINT)
-    error = driver.communicate(timeout=30)[1]
-    check_end(driver.returncode, error, folder, 130, "error: interrupted after ", "rank 1")
+    check_interrupt(driver, folder, "rank 1")
     assert_gone([rank])
 
 

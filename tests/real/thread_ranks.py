@@ -10,6 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from testbed.specs.model import ModelSpec
+from tests.real.engine_helpers import TOLERANCE, logits_of_pieces
+
 T = TypeVar("T")
 
 
@@ -59,3 +62,11 @@ def on_ranks(num_ranks: int, work: Callable[[ThreadRank], T]) -> list[T]:
     if errors:
         raise (own or errors)[0]
     return [future.result() for future in futures]
+
+
+def check_ranks_agree(spec: ModelSpec, num_ranks: int, tolerance: float = TOLERANCE, **options: object) -> Tensor:
+    """Each of the ranks together has the logits of one rank by itself, which are returned."""
+    expected = logits_of_pieces(spec, seed=5, **options)
+    for logits in on_ranks(num_ranks, lambda rank: logits_of_pieces(spec, group=rank, seed=5, **options)):
+        torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
+    return expected

@@ -149,10 +149,8 @@ def test_what_starts_early_waits_before_it_touches_memory(launches, can):
 
 @pytest.mark.parametrize(
     ("launches", "group", "kv_dtype", "window"),
-    [(90, 4, "auto", None), (90, 16, "auto", None), (80, 1, "fp8_e4m3", 50)],
-    indirect=["launches"],
-    ids=str,
-)
+    [(90, 4, "auto", None), (90, 16, "auto", None), (80, 1, "fp8_e4m3", 50)], indirect=["launches"], ids=str,
+)  # fmt: skip
 def test_after_the_warm_up_no_step_needs_another_kernel(launches, group, kv_dtype, window):
     """Or serving would stop for a compilation when a longer row, or another number of parts, comes along."""
     spec = make_spec(2, group, 64, 16, torch.bfloat16, kv_dtype=kv_dtype, window=window, scales=(0.1, 0.2))

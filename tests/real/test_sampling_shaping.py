@@ -128,14 +128,12 @@ PARAMS = st.builds(
 )  # fmt: skip
 ROWS = st.lists(
     st.tuples(
-        st.lists(TOKENS, min_size=1, max_size=6),
-        st.lists(TOKENS, max_size=6),
-        PARAMS,
+        st.lists(TOKENS, min_size=1, max_size=6), st.lists(TOKENS, max_size=6), PARAMS,
         st.lists(GRID, min_size=VOCAB_SIZE, max_size=VOCAB_SIZE),
     ),
     min_size=1,
     max_size=6,
-)
+)  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -248,16 +246,14 @@ def test_everything_is_sent_at_once_and_stays_what_it_was():
         (
             {"repetition_penalty": 1.2, "temperature": 0.7, "top_k": 20, "top_p": 0.95},
             [
-                RepetitionPenaltyLogitsProcessor(1.2),
-                TemperatureLogitsWarper(0.7),
-                TopKLogitsWarper(20),
+                RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(0.7), TopKLogitsWarper(20),
                 TopPLogitsWarper(0.95),
             ],
         ),
         ({"temperature": 1.5, "min_p": 0.1}, [TemperatureLogitsWarper(1.5), MinPLogitsWarper(0.1)]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_it_is_what_transformers_draws_from(vocab_size, params, processors):
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(3, vocab_size, generator=generator) * 3

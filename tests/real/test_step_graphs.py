@@ -193,11 +193,9 @@ def test_arrays_come_back_from_one_piece_of_memory_as_they_went_in(gpu):
     begins = []
     for _ in range(3):
         arrays = [
-            rng.integers(0, 9, 5),
-            rng.integers(0, 9, (3, 7)).astype(np.int32),
-            np.zeros(0, dtype=np.int64),
+            rng.integers(0, 9, 5), rng.integers(0, 9, (3, 7)).astype(np.int32), np.zeros(0, dtype=np.int64),
             rng.random(3).astype(np.float32),
-        ]
+        ]  # fmt: skip
         tensors = staging.send(arrays)
         for array, tensor in zip(arrays, tensors, strict=True):
             assert tensor.inner.storage_offset() * tensor.itemsize % 16 == 0

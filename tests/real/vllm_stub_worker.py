@@ -92,11 +92,9 @@ def answer(order: list[str], drawn: dict[str, int]) -> Any:
     """A ModelRunnerOutput."""
     return SimpleNamespace(
         req_id_to_index={name: index for index, name in enumerate(order)},
-        sampled_token_ids=[[drawn[name]] if name in drawn else [] for name in order],
-        logprobs=None,
-        prompt_logprobs_dict={},
-        num_nans_in_logits=None,
-    )
+        sampled_token_ids=[[drawn[name]] if name in drawn else [] for name in order], logprobs=None,
+        prompt_logprobs_dict={}, num_nans_in_logits=None,
+    )  # fmt: skip
 
 
 def check(output: Any) -> None:

@@ -246,15 +246,13 @@ def test_a_doubled_column_is_refused(tmp_path):
     ("text", "message"),
     [
         ("a,b,c\n1,2,3\n", "t.csv:2: no known field; .*, found 'a', 'b', 'c'$"),
-        (
-            "0,100,20\n1,100,20\n",
-            ", found '0', '100', '20'; the first line has values: put the columns' names before it",
-        ),
+        ("0,100,20\n1,100,20\n",
+         ", found '0', '100', '20'; the first line has values: put the columns' names before it"),
         ("arrival_time;prompt_tokens\n0;4\n", "found 'arrival_time;prompt_tokens'; separate the columns by commas"),
         ("arrival_time;prompt_tokens\n0,5;4\n", "t.csv:2: 2 cells; expected 1, .*; separate the columns by commas"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1,1\n", "read it with trace=azure"),
     ],
-)
+)  # fmt: skip
 def test_a_csv_of_another_schema_is_told_from_its_header(tmp_path, text, message):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(TraceError, match=message):
@@ -272,10 +270,8 @@ def test_objects_whose_names_are_numbers_lack_no_header(tmp_path):
 
 GOOD = request("good")
 BAD_ROWS = [
-    (
-        {**GOOD, "arrival_time": -1},
-        r":1: field 'arrival_time' is -1; expected a number of seconds from 0 to 4,611,686,018",
-    ),
+    ({**GOOD, "arrival_time": -1},
+     r":1: field 'arrival_time' is -1; expected a number of seconds from 0 to 4,611,686,018"),
     ({**GOOD, "arrival_time": "soon"}, "field 'arrival_time' is 'soon'"),
     ({**GOOD, "arrival_time": True}, "field 'arrival_time' is True"),
     ({**GOOD, "arrival_time": 1e300}, "field 'arrival_time' is 1e"),
@@ -323,7 +319,7 @@ BAD_ROWS = [
     ({}, "no known field; .* found nothing"),
     ({"timestamp": 0, "input_length": 3, "hash_ids": [1]}, "read it with trace=mooncake"),
     ({"chat_id": 7, "turn": 1, "input_length": 3, "hash_ids": [1]}, "found chat_id, .*; read it with trace=bailian$"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=range(len(BAD_ROWS)))

@@ -53,10 +53,8 @@ def test_azure_of_2024_has_offsets(tmp_path):
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,1,2\n2024-05-10T01:00:01Z,3,4\n"
     text += "2024-05-10 02:00:01.5+01:00,5,6\n"
     assert [row.arrival_ns for row in read_trace("azure", write(tmp_path, "a.csv", text))] == [
-        0,
-        3600_990_070_000,
-        3601_490_070_000,
-    ]
+        0, 3600_990_070_000, 3601_490_070_000,
+    ]  # fmt: skip
 
 
 def test_unordered_rows_are_sorted_and_that_is_said(tmp_path):
@@ -76,10 +74,8 @@ def test_limit_reads_the_first_rows_only(tmp_path):
         ("2023-11-16 18:15,1,2", r"a\.csv:2: field 'TIMESTAMP' is '2023-11-16 18:15'; expected an instant"),
         ("2023-13-16 18:15:00,1,2", r"field 'TIMESTAMP' is '2023-13-16 18:15:00'"),
         ("2023-11-16 24:15:00,1,2", r"field 'TIMESTAMP' is '2023-11-16 24:15:00'"),
-        (
-            "2023-11-16 18:15:00,x,2",
-            r"a\.csv:2: field 'ContextTokens' is 'x'; expected a whole number of tokens from 1",
-        ),
+        ("2023-11-16 18:15:00,x,2",
+         r"a\.csv:2: field 'ContextTokens' is 'x'; expected a whole number of tokens from 1"),
         ("2023-11-16 18:15:00,-3,2", r"field 'ContextTokens' is '-3'"),
         ("2023-11-16 18:15:00,0,2", r"field 'ContextTokens' is '0'"),
         ("2023-11-16 18:15:00,1,0", r"field 'GeneratedTokens' is '0'"),
@@ -91,7 +87,7 @@ def test_limit_reads_the_first_rows_only(tmp_path):
         ("2023-11-16 18:15:00,1", r"a\.csv:2: 2 cells; expected 3, as in the header"),
         ('2023-11-16 18:15:00,1,"2', r"a\.csv:2: not CSV"),
     ],
-)
+)  # fmt: skip
 def test_bad_azure_rows_are_refused(tmp_path, row, message):
     with pytest.raises(TraceError, match=message):
         read_trace("azure", write(tmp_path, "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n" + row + "\n"))
@@ -281,16 +277,14 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
         ("[{} {}]", "found '{' after an item|field 'conversations'"),
         ('[{"conversations": []}', r"the list does not end; expected a list"),
         ('[{"conversations": []},\n{"conversations": [}]', r"s\.json:2: item 2 is not JSON: Expecting value"),
-        (
-            '[{"conversations": []},\n{"conversations": "',
-            r"s\.json:2: item 2 is not JSON: Unterminated string; expected",
-        ),
+        ('[{"conversations": []},\n{"conversations": "',
+         r"s\.json:2: item 2 is not JSON: Unterminated string; expected"),
         ("[" * 3000, "item 1 is not JSON"),
         ("[5]", r'conversation 1: found a JSON int; expected \{"id", "conversations"\}'),
         ('[{"id": 1}]', r"conversation 1: field 'conversations' is missing; found id"),
         ('[{"conversations": [{"from": "human"}]}]', "field 'conversations' is {'from': 'human'}; expected"),
     ],
-)
+)  # fmt: skip
 def test_bad_sharegpt_files_are_refused(tmp_path, text, message):
     with pytest.raises(TraceError, match=message):
         read_trace("sharegpt", write(tmp_path, "s.json", text), tokenizer=words)

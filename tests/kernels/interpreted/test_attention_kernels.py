@@ -213,10 +213,8 @@ def test_a_long_row_among_short_ones_is_cut_in_a_captured_step():
 @settings(max_examples=20)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 90)), min_size=1, max_size=20),
-    num_more=st.sampled_from([0, 150]),
-    tokens_per_tile=st.sampled_from([1, 3, 8, 32]),
-    skips_fresh=st.booleans(),
-)
+    num_more=st.sampled_from([0, 150]), tokens_per_tile=st.sampled_from([1, 3, 8, 32]), skips_fresh=st.booleans(),
+)  # fmt: skip
 def test_tiles_with_the_most_keys_come_first(rows, num_more, tokens_per_tile, skips_fresh):
     """Rows are (cached positions, new tokens); every row of several tokens is cut into tiles, and the bound for
     captured steps leaves room for all."""

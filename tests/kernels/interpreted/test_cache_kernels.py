@@ -118,11 +118,9 @@ def test_copies(shape, dtype, num_pairs, seed):
 @settings(max_examples=15)
 @given(
     tail=st.sampled_from([(16, 2, 16), (1, 1, 3), (5, 3, 6)]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
-    num_pairs=st.integers(1, 6),
-    max_programs=st.sampled_from([1, 2, 5, 1000]),
-    seed=SEEDS,
-)
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]), num_pairs=st.integers(1, 6),
+    max_programs=st.sampled_from([1, 2, 5, 1000]), seed=SEEDS,
+)  # fmt: skip
 def test_moves_between_two_memories(tail, dtype, num_pairs, max_programs, seed):
     """Pools of different sizes, by any number of programs; nothing else is written."""
     rng = np.random.default_rng(seed)

@@ -2,14 +2,13 @@
 
 import io
 import json
-import os
 import tarfile
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from testbed.errors import ConfigError, TraceError
+from testbed.errors import ConfigError
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers import read_trace
@@ -18,8 +17,7 @@ from testbed.traces.readers.servegen import stream_servegen
 from testbed.traces.schema import Span
 from testbed.traces.stream import whole
 from testbed.traces.synthesis import materialize
-
-S = 10**9
+from tests.traces.kit import S, check_refused, published, write
 
 
 def archive(path: Path, files: dict[str, str]) -> Path:
@@ -123,21 +121,17 @@ def test_the_seed_alone_decides_and_all_archives_are_alike(tmp_path):
 def test_bad_servegen_archives_are_refused(tmp_path, files, message):
     good = archive(tmp_path / "s.tar.gz", clients(data=dataset("{1e300: 0.0, 10: 1.0}")))
     assert len(read_trace("servegen", good)) == 900
-    with pytest.raises(TraceError, match=message):
-        read_trace("servegen", archive(tmp_path / "s.tar.gz", files))
+    check_refused("servegen", archive(tmp_path / "s.tar.gz", files), message)
 
 
 @pytest.mark.parametrize("name", ["s.tar.gz", "s.tar.zst", "s.tar"])
 def test_damaged_archives_are_refused(tmp_path, name):
     whole = archive(tmp_path / name, clients()).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 3])
-    with pytest.raises(TraceError, match=r"damaged|no client|has no lengths"):
-        read_trace("servegen", tmp_path / name)
+    check_refused("servegen", tmp_path / name, r"damaged|no client|has no lengths")
     (tmp_path / name).write_bytes(b"no archive at all, but long enough to be read as one " * 20)
-    with pytest.raises(TraceError, match="damaged"):
-        read_trace("servegen", tmp_path / name)
-    with pytest.raises(TraceError, match=r"absent\.tar: does not exist"):
-        read_trace("servegen", tmp_path / "absent.tar")
+    check_refused("servegen", tmp_path / name, "damaged")
+    check_refused("servegen", tmp_path / "absent.tar", r"absent\.tar: does not exist")
 
 
 # --- lengths ---
@@ -166,9 +160,7 @@ def test_lengths_take_the_arrivals_that_are_asked_for(tmp_path):
     ],
 )
 def test_bad_length_files_are_refused(tmp_path, text, message):
-    (tmp_path / "l.csv").write_text(text)
-    with pytest.raises(TraceError, match=message):
-        read_trace("lengths", tmp_path / "l.csv")
+    check_refused("lengths", write(tmp_path, "l.csv", text), message)
 
 
 # --- agentic ---
@@ -225,8 +217,7 @@ def test_agentic_sessions_that_overlap_are_the_same_session_by_session(tmp_path,
 def test_an_agentic_session_that_comes_twice_is_refused(tmp_path):
     twice = {"traces/x.json": next(iter(session("a").values()))}
     file = archive(tmp_path / "a.tar", session("a") | twice)
-    with pytest.raises(TraceError, match=r"x\.json:request 1: field 'id' is 'a'; expected a session or sub-agent not"):
-        read_trace("agentic", file)
+    check_refused("agentic", file, r"x\.json:request 1: field 'id' is 'a'; expected a session or sub-agent not")
 
 
 def test_agentic_requests_come_when_recorded_in_an_open_loop(tmp_path):
@@ -269,18 +260,10 @@ def test_think_times_from_an_older_request_are_replaced_and_counted(tmp_path):
     ],
 )  # fmt: skip
 def test_bad_agentic_sessions_are_refused(tmp_path, files, message):
-    with pytest.raises(TraceError, match=message):
-        read_trace("agentic", archive(tmp_path / "a.tar.gz", files))
+    check_refused("agentic", archive(tmp_path / "a.tar.gz", files), message)
 
 
 # --- the published files, where the user has them ---
-
-
-def published(name: str) -> Path:
-    file = Path(os.environ.get("TESTBED_TRACES") or "") / name
-    if not file.is_file():
-        pytest.skip(f"set TESTBED_TRACES to a folder with {name}")
-    return file
 
 
 def test_the_servegen_archive_is_read():

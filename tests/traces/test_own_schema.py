@@ -19,6 +19,7 @@ from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, row_from_field
 from testbed.traces.schema import Span, TokenIds, TraceRequest
 from testbed.traces.serialize import row_to_json, write_jsonl
 from testbed.traces.synthesis import materialize
+from tests.traces.kit import check_refused, write
 
 PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
 
@@ -211,35 +212,21 @@ def test_pandas_writes_missing_numbers_as_nan(tmp_path):
 def test_unknown_extensions_and_broken_parquet_are_refused(tmp_path):
     (tmp_path / "t.txt").write_text("x")
     (tmp_path / "t.parquet").write_text("x")
-    with pytest.raises(TraceError, match=r"t\.txt: unknown extension '\.txt'; expected \.jsonl, \.csv or \.parquet"):
-        read_trace("auto", tmp_path / "t.txt")
-    with pytest.raises(TraceError, match=r"t\.parquet: not a whole Parquet file"):
-        read_trace("auto", tmp_path / "t.parquet")
-    pq.write_table(pa.table({"arrival_time": [0.0], "prompt_tokens": [3]}), tmp_path / "t.parquet")
-    whole = bytearray((tmp_path / "t.parquet").read_bytes())
-    whole[4:40] = b"\xff" * 36  # a page's header
-    (tmp_path / "t.parquet").write_bytes(whole)
-    with pytest.raises(TraceError, match=r"t\.parquet: not a whole Parquet file: .*[^: ]$"):
-        read_trace("auto", tmp_path / "t.parquet")
-    whole[-60:-30] = b"\xff" * 30  # the footer
-    (tmp_path / "t.parquet").write_bytes(whole)
-    with pytest.raises(TraceError, match=r"t\.parquet: not a whole Parquet file: .*[^: ]$"):
-        read_trace("auto", tmp_path / "t.parquet")
-    twice = pa.table([pa.array([0.0])] * 2, names=["arrival_time"] * 2)
-    pq.write_table(twice, tmp_path / "t.parquet")
-    with pytest.raises(TraceError, match=r"t\.parquet: has the column 'arrival_time' more than once"):
-        read_trace("auto", tmp_path / "t.parquet")
-    (tmp_path / "t.parquet.gz").write_text("x")
-    with pytest.raises(TraceError, match=r"t\.parquet\.gz: not a Parquet file, which is compressed inside; unpack it"):
-        read_trace("auto", tmp_path / "t.parquet.gz")
-    with pytest.raises(TraceError, match="does not exist"):
-        read_trace("auto", tmp_path / "t.jsonl")
-
-
-def test_a_doubled_column_is_refused(tmp_path):
-    (tmp_path / "t.csv").write_text("arrival_time,prompt_tokens,prompt_tokens\n0,1,2\n")
-    with pytest.raises(TraceError, match=r"t\.csv:1: column 'prompt_tokens' occurs twice"):
-        read_trace("auto", tmp_path / "t.csv")
+    said = r"t\.txt: unknown extension '\.txt'; expected \.jsonl, \.csv or \.parquet"
+    check_refused("auto", tmp_path / "t.txt", said)
+    file = tmp_path / "t.parquet"
+    check_refused("auto", file, r"t\.parquet: not a whole Parquet file")
+    pq.write_table(pa.table({"arrival_time": [0.0], "prompt_tokens": [3]}), file)
+    whole = bytearray(file.read_bytes())
+    for damaged in (slice(4, 40), slice(-60, -30)):  # a page's header, then the footer
+        whole[damaged] = b"\xff" * len(whole[damaged])
+        file.write_bytes(whole)
+        check_refused("auto", file, r"t\.parquet: not a whole Parquet file: .*[^: ]$")
+    pq.write_table(pa.table([pa.array([0.0])] * 2, names=["arrival_time"] * 2), file)
+    check_refused("auto", file, r"t\.parquet: has the column 'arrival_time' more than once")
+    said = r"t\.parquet\.gz: not a Parquet file, which is compressed inside; unpack it"
+    check_refused("auto", write(tmp_path, "t.parquet.gz", "x"), said)
+    check_refused("auto", tmp_path / "t.jsonl", "does not exist")
 
 
 @pytest.mark.parametrize(
@@ -251,19 +238,16 @@ def test_a_doubled_column_is_refused(tmp_path):
         ("arrival_time;prompt_tokens\n0;4\n", "found 'arrival_time;prompt_tokens'; separate the columns by commas"),
         ("arrival_time;prompt_tokens\n0,5;4\n", "t.csv:2: 2 cells; expected 1, .*; separate the columns by commas"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1,1\n", "read it with trace=azure"),
+        ("arrival_time,prompt_tokens,prompt_tokens\n0,1,2\n", r"t\.csv:1: column 'prompt_tokens' occurs twice"),
     ],
 )  # fmt: skip
 def test_a_csv_of_another_schema_is_told_from_its_header(tmp_path, text, message):
-    (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(TraceError, match=message):
-        read_trace("csv", tmp_path / "t.csv")
+    check_refused("csv", write(tmp_path, "t.csv", text), message)
 
 
 def test_objects_whose_names_are_numbers_lack_no_header(tmp_path):
     """As pandas writes a frame without names of columns."""
-    (tmp_path / "t.jsonl").write_text('{"0": 0.5, "1": 100}\n')
-    with pytest.raises(TraceError, match=r"found '0', '1'$"):
-        read_trace("jsonl", tmp_path / "t.jsonl")
+    check_refused("jsonl", write(tmp_path, "t.jsonl", '{"0": 0.5, "1": 100}\n'), r"found '0', '1'$")
 
 
 # --- bad rows ---
@@ -344,8 +328,7 @@ def test_bad_rows_are_refused_with_their_place(tmp_path, row, message):
     ],
 )  # fmt: skip
 def test_rows_that_contradict_each_other_are_refused(tmp_path, rows, message):
-    with pytest.raises(TraceError, match=message):
-        read_trace("jsonl", jsonl(tmp_path, *rows))
+    check_refused("jsonl", jsonl(tmp_path, *rows), message)
 
 
 # --- exact round trips ---

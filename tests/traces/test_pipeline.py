@@ -14,13 +14,13 @@ from testbed.traces import transforms
 from testbed.traces.arrange import arrange
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generators import SyntheticConfig, generate, stream_generated
-from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
+from testbed.traces.schema import Span, TokenIds, TraceRequest
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.summary import PrefixShare, summarise
 from testbed.traces.synthesis import materialize
+from tests.traces.kit import S, plain
 from tests.traces.test_streams import serve
 
-S = 10**9
 CHAT = SyntheticConfig(num_requests=60, rate=2.0, max_turns=4, num_system_prompts=1, num_tenants=2)
 STEPS = [
     {"name": "scale_rate", "factor": 2}, {"name": "speed_up", "factor": 3}, 
@@ -40,11 +40,6 @@ STEPS = [
 
 def no_file(name, path, seed):
     raise AssertionError("nothing to open")
-
-
-def plain(*arrivals_s: float) -> Trace:
-    rows = [TraceRequest(f"r{i}", round(at * S), (Span(i, 0, 8),), Span(i, 8, 4)) for i, at in enumerate(arrivals_s)]
-    return arrange("plain", rows)
 
 
 def test_every_transformation_is_tried_here():

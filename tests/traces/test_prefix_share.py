@@ -1,12 +1,10 @@
 """The prefixes that hash ids share are shared, to the token, by the tokens that are synthesised, at any block size."""
 
 import json
-import os
 import re
 from array import array
 from itertools import accumulate
 from operator import and_, eq
-from pathlib import Path
 
 import pytest
 import xxhash
@@ -24,6 +22,7 @@ from testbed.traces.readers.mooncake import SEMANTICS as MOONCAKE
 from testbed.traces.schema import Span, TokenIds, TraceRequest
 from testbed.traces.summary import PrefixShare
 from testbed.traces.synthesis import materialize
+from tests.traces.kit import published
 
 VOCAB = 50_000
 
@@ -166,10 +165,7 @@ def test_only_whole_numbers_are_ids_also_where_an_equal_one_was_seen(scope, bad)
 
 
 def test_the_mooncake_file_hits_in_tokens_what_its_ids_share():
-    name = "mooncake_fast25_conversation.jsonl.gz"
-    file = Path(os.environ.get("TESTBED_TRACES") or "") / name
-    if not file.is_file():
-        pytest.skip(f"set TESTBED_TRACES to a folder with {name}")
+    file = published("mooncake_fast25_conversation.jsonl.gz")
     import gzip
 
     with gzip.open(file, "rt") as lines:

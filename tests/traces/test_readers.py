@@ -2,21 +2,19 @@
 
 import gzip
 import json
-import os
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from testbed.errors import TraceError
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers import json_list, open_trace, read_trace
 from testbed.traces.readers.json_list import json_items
 from testbed.traces.readers.open_text import read_pieces
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import materialize
+from tests.traces.kit import check_refused, json_lines, published, write
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
@@ -25,12 +23,6 @@ AZURE = (
     "2023-11-17 00:00:00.0000001,879,55"
 )
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-
-
-def write(tmp_path: Path, name: str, text: str) -> Path:
-    file = tmp_path / name
-    file.write_bytes(text.encode())
-    return file
 
 
 def shape(trace):
@@ -89,13 +81,12 @@ def test_limit_reads_the_first_rows_only(tmp_path):
     ],
 )  # fmt: skip
 def test_bad_azure_rows_are_refused(tmp_path, row, message):
-    with pytest.raises(TraceError, match=message):
-        read_trace("azure", write(tmp_path, "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n" + row + "\n"))
+    check_refused("azure", write(tmp_path, "a.csv", AZURE.split("\r\n")[0] + f"\n{row}\n"), message)
 
 
 def test_mixed_offsets_are_refused(tmp_path):
-    with pytest.raises(TraceError, match=r"a\.csv:5: .*expected an offset in all rows or in none"):
-        read_trace("azure", write(tmp_path, "a.csv", AZURE + "\n2023-11-17 00:00:00+00:00,1,1"))
+    file = write(tmp_path, "a.csv", AZURE + "\n2023-11-17 00:00:00+00:00,1,1")
+    check_refused("azure", file, r"a\.csv:5: .*expected an offset in all rows or in none")
 
 
 @pytest.mark.parametrize(
@@ -110,17 +101,14 @@ def test_mixed_offsets_are_refused(tmp_path):
     ],
 )
 def test_files_without_rows_are_refused(tmp_path, text, message):
-    with pytest.raises(TraceError, match=message):
-        read_trace("azure", write(tmp_path, "a.csv", text))
+    check_refused("azure", write(tmp_path, "a.csv", text), message)
 
 
 def test_absent_files_and_folders_are_refused(tmp_path):
-    with pytest.raises(TraceError, match=r"nowhere\.csv: does not exist; expected the path of a trace file"):
-        read_trace("azure", tmp_path / "nowhere.csv")
-    with pytest.raises(TraceError, match="is a folder; expected a file"):
-        read_trace("azure", tmp_path)
-    with pytest.raises(TraceError, match="/dev/null: is no plain file; expected the path of a trace file"):
-        read_trace("azure", "/dev/null")
+    absent = r"nowhere\.csv: does not exist; expected the path of a trace file"
+    check_refused("azure", tmp_path / "nowhere.csv", absent)
+    check_refused("azure", tmp_path, "is a folder; expected a file")
+    check_refused("azure", "/dev/null", "/dev/null: is no plain file; expected the path of a trace file")
 
 
 # --- compression ---
@@ -140,18 +128,14 @@ def test_compressed_files_are_read(tmp_path):
 def test_damaged_compression_is_refused(tmp_path, name):
     text = AZURE + "".join(f"\n2023-11-17 00:00:0{i % 10},{i + 1},{i * i + 1}" for i in range(3000))
     packed = gzip.compress(text.encode()) if name.endswith("gz") else pa.compress(text.encode(), "zstd", asbytes=True)
-    (tmp_path / name).write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(TraceError, match="damaged compressed file"):
-        read_trace("azure", tmp_path / name)
-    (tmp_path / name).write_bytes(b"this is no archive at all")
-    with pytest.raises(TraceError, match="damaged compressed file"):
-        read_trace("azure", tmp_path / name)
+    for damaged in (packed[: len(packed) // 2], b"this is no archive at all"):
+        (tmp_path / name).write_bytes(damaged)
+        check_refused("azure", tmp_path / name, "damaged compressed file")
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(TraceError, match=r"a\.csv:1: not UTF-8 text"):
-        read_trace("azure", tmp_path / "a.csv")
+    check_refused("azure", tmp_path / "a.csv", r"a\.csv:1: not UTF-8 text")
 
 
 # --- BurstGPT ---
@@ -180,15 +164,10 @@ def test_burstgpt_leaves_failed_requests_out(tmp_path):
     ],
 )
 def test_bad_burstgpt_rows_are_refused(tmp_path, rows, message):
-    with pytest.raises(TraceError, match=message):
-        read_trace("burstgpt", write(tmp_path, "b.csv", BURST + rows))
+    check_refused("burstgpt", write(tmp_path, "b.csv", BURST + rows), message)
 
 
 # --- Mooncake ---
-
-
-def mooncake(*rows: dict) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def moon(at: int, length: int, ids: list, out: int = 3) -> dict:
@@ -196,7 +175,7 @@ def moon(at: int, length: int, ids: list, out: int = 3) -> dict:
 
 
 def test_equal_hash_ids_are_equal_tokens(tmp_path):
-    text = mooncake(moon(1000, 1100, [4, 5, 6]), moon(1500, 1030, [4, 5, 7]), moon(1500, 512, [9]))
+    text = json_lines(moon(1000, 1100, [4, 5, 6]), moon(1500, 1030, [4, 5, 7]), moon(1500, 512, [9]))
     trace = read_trace("mooncake", write(tmp_path, "m.jsonl", text))
     assert shape(trace) == [(0, 1100, 3), (500_000_000, 1030, 3), (500_000_000, 512, 3)]
     first, second, third = (materialize(row.prompt, 50000) for row in trace)
@@ -206,7 +185,7 @@ def test_equal_hash_ids_are_equal_tokens(tmp_path):
 
 
 def test_batched_timestamps_are_spread_only_when_asked(tmp_path):
-    text = mooncake(*(moon(at, 5, [i]) for i, at in enumerate((0, 0, 0, 3000, 3000))))
+    text = json_lines(*(moon(at, 5, [i]) for i, at in enumerate((0, 0, 0, 3000, 3000))))
     file = write(tmp_path, "m.jsonl", text)
     assert [row.arrival_ns // 10**6 for row in read_trace("mooncake", file)] == [0, 0, 0, 3000, 3000]
     spread = read_trace("mooncake", file, spread_batches=True)
@@ -222,17 +201,19 @@ def test_batched_timestamps_are_spread_only_when_asked(tmp_path):
         ("[1]\n", r"m\.jsonl:1: found a JSON list; expected one object"),
         ("\n\n", r"m\.jsonl: no requests"),
         ('{"timestamp": 0}\n', r"m\.jsonl:1: field 'input_length' is missing; found timestamp"),
-        (mooncake(moon(0, 1024, [1])), r"field 'hash_ids' is 'a list of 1'; expected 2 ids, one for each block of 512"),
-        (mooncake(moon(0, 5, ["a"])), "field 'hash_ids' is 'a'; expected whole numbers"),
-        (mooncake(moon(0, 5, [10**30])), r"hash_ids' is 10+; expected whole numbers from -2\*\*63 to 2\*\*64"),
-        (mooncake(moon(-1, 5, [1])), "field 'timestamp' is -1; expected whole milliseconds"),
-        (mooncake(moon(0, 5, [1], 0)), "field 'output_length' is 0"),
-        (mooncake(moon(0, True, [1])), "field 'input_length' is True"),
+        (
+            json_lines(moon(0, 1024, [1])),
+            r"field 'hash_ids' is 'a list of 1'; expected 2 ids, one for each block of 512",
+        ),
+        (json_lines(moon(0, 5, ["a"])), "field 'hash_ids' is 'a'; expected whole numbers"),
+        (json_lines(moon(0, 5, [10**30])), r"hash_ids' is 10+; expected whole numbers from -2\*\*63 to 2\*\*64"),
+        (json_lines(moon(-1, 5, [1])), "field 'timestamp' is -1; expected whole milliseconds"),
+        (json_lines(moon(0, 5, [1], 0)), "field 'output_length' is 0"),
+        (json_lines(moon(0, True, [1])), "field 'input_length' is True"),
     ],
 )
 def test_bad_mooncake_rows_are_refused(tmp_path, text, message):
-    with pytest.raises(TraceError, match=message):
-        read_trace("mooncake", write(tmp_path, "m.jsonl", text))
+    check_refused("mooncake", write(tmp_path, "m.jsonl", text), message)
 
 
 # --- ShareGPT ---
@@ -286,8 +267,7 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
     ],
 )  # fmt: skip
 def test_bad_sharegpt_files_are_refused(tmp_path, text, message):
-    with pytest.raises(TraceError, match=message):
-        read_trace("sharegpt", write(tmp_path, "s.json", text), tokenizer=words)
+    check_refused("sharegpt", write(tmp_path, "s.json", text), message, tokenizer=words)
 
 
 @settings(max_examples=60)
@@ -315,10 +295,9 @@ def test_the_items_of_a_list_are_found_wherever_the_file_is_cut(tmp_path_factory
 def test_deep_nests_are_named_and_not_a_traceback(tmp_path, num):
     deep = "[" * num + "]" * num
     row = '{"timestamp": 0, "input_length": 5, "output_length": 5, "x": "\\u0041", "hash_ids": [' + deep + "]}"
-    with pytest.raises(TraceError, match=r"m\.jsonl:1: "):
-        read_trace("mooncake", write(tmp_path, "m.jsonl", row))
-    with pytest.raises(TraceError, match=r"conversation 1: |item 1 is not JSON"):
-        read_trace("sharegpt", write(tmp_path, "s.json", f"[{deep}]"), tokenizer=words)
+    check_refused("mooncake", write(tmp_path, "m.jsonl", row), r"m\.jsonl:1: ")
+    file = write(tmp_path, "s.json", f"[{deep}]")
+    check_refused("sharegpt", file, r"conversation 1: |item 1 is not JSON", tokenizer=words)
 
 
 @pytest.mark.parametrize(
@@ -330,21 +309,21 @@ def test_deep_nests_are_named_and_not_a_traceback(tmp_path, num):
     ],
 )
 def test_half_a_character_is_a_bad_row(tmp_path, name, text):
-    with pytest.raises(TraceError, match=rf"{name}:1: half a character, \\ud.*; expected whole ones"):
-        read_trace("bailian" if name == "q.jsonl" else "auto", write(tmp_path, name, text))
+    form = "bailian" if name == "q.jsonl" else "auto"
+    check_refused(form, write(tmp_path, name, text), rf"{name}:1: half a character, \\ud.*; expected whole ones")
 
 
 def test_half_a_character_in_a_conversation_is_named(tmp_path):
     chats = [{"conversations": [{"from": "human", "value": "a \ud83d\ude00"}, {"from": "gpt", "value": "Hi \ud83d"}]}]
-    with pytest.raises(TraceError, match=r"conversation 1: half a character, \\ud83d, after 'Hi '"):
-        read_trace("sharegpt", write(tmp_path, "s.json", json.dumps(chats)), tokenizer=words)
+    file = write(tmp_path, "s.json", json.dumps(chats))
+    check_refused("sharegpt", file, r"conversation 1: half a character, \\ud83d, after 'Hi '", tokenizer=words)
     chats[0]["conversations"][1]["value"] = "Hi \ud83d\ude00"
     assert len(read_trace("sharegpt", write(tmp_path, "s.json", json.dumps(chats)), tokenizer=words)) == 1
 
 
 def test_lengths_are_not_guessed_without_a_tokenizer(tmp_path):
-    with pytest.raises(TraceError, match=r"counts are not guessed; set trace\.tokenizer .*convert sharegpt <file>"):
-        read_trace("sharegpt", write(tmp_path, "s.json", "[]"))
+    said = r"counts are not guessed; set trace\.tokenizer .*convert sharegpt <file>"
+    check_refused("sharegpt", write(tmp_path, "s.json", "[]"), said)
 
 
 # --- the door to all of them ---
@@ -352,22 +331,11 @@ def test_lengths_are_not_guessed_without_a_tokenizer(tmp_path):
 
 def test_formats_are_found_by_name(tmp_path):
     assert len(read_trace("azure", write(tmp_path, "a.csv", AZURE), limit=1)) == 1
-    with pytest.raises(TraceError, match=r"unknown trace format 'azzure'; did you mean 'azure'\? choose one of azure"):
-        read_trace("azzure", tmp_path)
-    with pytest.raises(TraceError, match=r"trace\.limit is 0; it must be at least 1"):
-        read_trace("azure", tmp_path, limit=0)
+    check_refused("azzure", tmp_path, r"unknown trace format 'azzure'; did you mean 'azure'\? choose one of azure")
+    check_refused("azure", tmp_path, r"trace\.limit is 0; it must be at least 1", limit=0)
 
 
 # --- the published files, where the user has them ---
-
-TRACES = os.environ.get("TESTBED_TRACES")
-
-
-def published(name: str) -> Path:
-    file = Path(TRACES or "") / name
-    if TRACES is None or not file.is_file():
-        pytest.skip(f"set TESTBED_TRACES to a folder with {name}")
-    return file
 
 
 def test_the_azure_file_of_2023_is_read_whole():

@@ -18,19 +18,14 @@ from testbed.traces.readers import READERS, open_trace, read_trace
 from testbed.traces.readers.own_rows import FOREIGN
 from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace, whole
+from tests.traces.kit import S, check_refused, plain, write
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 FORMS = ("a", "a.gz", "a.zst")
 
 
-def write(folder: Path, name: str, *lines: str) -> Path:
-    file = folder / name
-    file.write_text("\n".join(lines) + "\n")
-    return file
-
-
-def plain(num: int = 2, step_ns: int = 10**9) -> Trace:
-    return arrange("plain", [TraceRequest(f"r{i}", i * step_ns, (Span(i, 0, 8),), Span(i, 8, 4)) for i in range(num)])
+def write_lines(folder: Path, name: str, *lines: str) -> Path:
+    return write(folder, name, "\n".join(lines) + "\n")
 
 
 def streamed(trace: Trace) -> StreamedTrace:
@@ -39,7 +34,7 @@ def streamed(trace: Trace) -> StreamedTrace:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_rows_centuries_apart_are_refused_with_their_place(tmp_path: Path, stream: bool) -> None:
-    file = write(tmp_path, "a.csv", HEADER, "1700-11-16 18:15:46.68,3,4", "2023-11-16 18:15:46.68,3,4")
+    file = write_lines(tmp_path, "a.csv", HEADER, "1700-11-16 18:15:46.68,3,4", "2023-11-16 18:15:46.68,3,4")
     with pytest.raises(TraceError, match=r"a\.csv:3: the request arrives at 1\.019e\+10 s; expected at most 4,6"):
         whole(open_trace("azure", file, stream=stream))
 
@@ -49,7 +44,7 @@ def test_no_maker_of_traces_goes_beyond_the_clock() -> None:
     for make in (lambda: arrange("x", [late]), lambda: list(StreamedTrace("x", lambda: iter([late])))):
         with pytest.raises(TraceError, match=r"f:7: the request arrives at 4\.612e\+09 s; expected at most 4,611"):
             make()
-    far = plain(2, MAX_NS // 2)
+    far = plain(0, MAX_NS / 2 / S)
     for trace in (far, streamed(far)):
         with pytest.raises(TraceError, match="expected at most 4,611"):
             list(transforms.repeat(trace, 4))
@@ -59,20 +54,18 @@ def test_no_maker_of_traces_goes_beyond_the_clock() -> None:
 
 
 def test_a_servegen_window_that_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "chunk-0-dataset.json", '{"0": {"input_tokens": "{1: 1}", "output_tokens": "{1: 1}"}}')
-    write(tmp_path, "chunk-0-trace.csv", "0,1e9,1,Gamma,1,1")
-    with pytest.raises(TraceError, match=r"csv:1: field 'rate' is 1000000000\.0; expected at most 16666\.7"):
-        read_trace("servegen", tmp_path, 5)
-    write(tmp_path, "chunk-0-trace.csv", "0,0,1,Gamma,1,1", "4611686018,0,1,Gamma,1,1")
-    with pytest.raises(TraceError, match="csv:2: field 'start' is 4611686018; expected at most 0"):
-        read_trace("servegen", tmp_path, 5)
+    write_lines(tmp_path, "chunk-0-dataset.json", '{"0": {"input_tokens": "{1: 1}", "output_tokens": "{1: 1}"}}')
+    write_lines(tmp_path, "chunk-0-trace.csv", "0,1e9,1,Gamma,1,1")
+    check_refused("servegen", tmp_path, r"csv:1: field 'rate' is 1000000000\.0; expected at most 16666\.7", limit=5)
+    write_lines(tmp_path, "chunk-0-trace.csv", "0,0,1,Gamma,1,1", "4611686018,0,1,Gamma,1,1")
+    check_refused("servegen", tmp_path, "csv:2: field 'start' is 4611686018; expected at most 0", limit=5)
 
 
 def test_results_that_no_memory_holds_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"times is 1000000000; it must be at most 5,000,000, for 2 requests"):
-        transforms.repeat(plain(), 10**9)
+        transforms.repeat(plain(0, 1), 10**9)
     with pytest.raises(ConfigError, match=r"times is 1000000000; it must be at most 500,000,000"):
-        transforms.repeat(streamed(plain()), 10**9)
+        transforms.repeat(streamed(plain(0, 1)), 10**9)
     with pytest.raises(ConfigError, match=r"num_requests is 10000000000; it must be at most 1,000,000,000"):
         SyntheticConfig(num_requests=10**10)
     with pytest.raises(ConfigError, match="has 1,000,000,000 requests; at most 10,000,000 are held in memory"):
@@ -90,20 +83,17 @@ def test_the_line_that_is_no_text_is_named(tmp_path: Path, name: str) -> None:
     raw = "\n".join([HEADER, *rows]).encode() + b"\n2023-11-16 19:00:00.5,3,\xff\n"
     pack = {"a": bytes, "a.gz": gzip.compress, "a.zst": partial(pa.compress, codec="zstd", asbytes=True)}[name]
     (tmp_path / name).write_bytes(pack(raw))
-    with pytest.raises(TraceError, match=f"{name}:2001: not UTF-8 text"):
-        read_trace("azure", tmp_path / name)
+    check_refused("azure", tmp_path / name, f"{name}:2001: not UTF-8 text")
 
 
 def test_what_a_file_says_twice_is_refused(tmp_path: Path) -> None:
-    file = write(tmp_path, "a.csv", HEADER + ",ContextTokens", "2023-11-16 18:15:46.68,3,4,5")
-    with pytest.raises(TraceError, match=r"a\.csv:1: column 'ContextTokens' occurs twice; expected each name once"):
-        read_trace("azure", file)
-    write(tmp_path, "b.csv", HEADER + ",,", "2023-11-16 18:15:46.68,3,4,,")
+    file = write_lines(tmp_path, "a.csv", HEADER + ",ContextTokens", "2023-11-16 18:15:46.68,3,4,5")
+    check_refused("azure", file, r"a\.csv:1: column 'ContextTokens' occurs twice; expected each name once")
+    write_lines(tmp_path, "b.csv", HEADER + ",,", "2023-11-16 18:15:46.68,3,4,,")
     assert len(read_trace("azure", tmp_path / "b.csv")) == 1, "columns without a name"
     row = '{"arrival_time": 1, "prompt_tokens": 3, "output_tokens": 2}'
-    file = write(tmp_path, "a.jsonl", row, row[:-1] + ', "prompt_tokens": 4}')
-    with pytest.raises(TraceError, match=r"a\.jsonl:2: field 'prompt_tokens' occurs twice; expected each name once"):
-        read_trace("jsonl", file)
+    file = write_lines(tmp_path, "a.jsonl", row, row[:-1] + ', "prompt_tokens": 4}')
+    check_refused("jsonl", file, r"a\.jsonl:2: field 'prompt_tokens' occurs twice; expected each name once")
 
 
 CHAT = (
@@ -124,7 +114,7 @@ CHAT = (
     ],
 )
 def test_auto_is_what_the_names_say(tmp_path: Path, name: str, lines: tuple[str, ...]) -> None:
-    file = write(tmp_path, name, *lines)
+    file = write_lines(tmp_path, name, *lines)
     assert read_trace("auto", file).name == open_trace("auto", file).name == name.partition(".")[0]
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,8 +18,8 @@ from testbed.traces.transforms import pipeline
 from testbed.traces.transforms.resampling import bootstrap, jitter
 from testbed.traces.transforms.selection import sample_sessions, thin
 from testbed.traces.transforms.units import MAX_TURNS, units_of
+from tests.traces.kit import S, published
 
-S = 10**9
 SYSTEM = 7  # a block that all conversations begin with
 CHAT = generate(SyntheticConfig(num_requests=80, min_turns=1, max_turns=5, num_system_prompts=1, closed_loop=False), 1)
 
@@ -142,10 +140,7 @@ def test_what_cannot_be_resampled_is_refused() -> None:
 
 
 def test_half_of_the_published_conversations_hit_as_much_as_all() -> None:
-    file = Path(os.environ.get("TESTBED_TRACES", "")) / "mooncake_fast25_conversation.jsonl.gz"
-    if "TESTBED_TRACES" not in os.environ or not file.is_file():
-        pytest.skip("set TESTBED_TRACES to a folder with mooncake_fast25_conversation.jsonl.gz")
-    trace = read_trace("mooncake", file)
+    trace = read_trace("mooncake", published("mooncake_fast25_conversation.jsonl.gz"))
     whole, half = hit_rate(trace), hit_rate(thin(trace, 0.5, 0))
     assert half == pytest.approx(whole, rel=0.1)
     assert hit_rate(arrange("every other request", trace.rows[::2])) < 0.8 * whole

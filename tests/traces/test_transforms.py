@@ -12,13 +12,7 @@ from testbed.traces.generators import LengthConfig, SyntheticConfig, generate
 from testbed.traces.schema import Span, TokenIds, Trace, TraceRequest
 from testbed.traces.stream import StreamedTrace, whole
 from testbed.traces.synthesis import materialize
-
-S = 10**9
-
-
-def plain(*arrivals_s: float) -> Trace:
-    rows = [TraceRequest(f"r{i}", round(at * S), (Span(i, 0, 8),), Span(i, 8, 4)) for i, at in enumerate(arrivals_s)]
-    return arrange("plain", rows)
+from tests.traces.kit import S, plain
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Cost models: integer prices, exact formulas, monotone where physics is, breakdowns that add up."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,10 @@ WIDE = ModelSpec("wide", num_hidden_layers=2, hidden_size=4096, intermediate_siz
 DEVICE = DeviceSpec("d")
 BARE = DeviceSpec("bare", step_overhead_ns=0, compute_efficiency=1.0, memory_efficiency=1.0, attention_efficiency=1.0)
 NO_LAUNCH = RooflineConfig(cuda_graphs=False, kernel_launch_ns=0)
+
+
+def parts_of(shape: BatchShape, model: ModelSpec = MODEL, device: DeviceSpec = BARE, **options: Any) -> dict[str, int]:
+    return RooflineCost(model, device, NO_LAUNCH, **options).breakdown(shape)
 
 
 # --- constant ---
@@ -70,7 +75,7 @@ def test_a_decode_reads_weights_and_context_once():
 
 
 def test_a_long_prefill_is_bound_by_arithmetic():
-    parts = RooflineCost(WIDE, BARE, NO_LAUNCH).breakdown(prefill(8192))
+    parts = parts_of(prefill(8192), WIDE)
     for name, num_matrices in (("gate_up", 2), ("down", 1)):
         assert parts[name] == round(2 * 2 * 8192 * num_matrices * 4096 * 16384 / BARE.flops_per_s * 1e9)
     pairs = 8192 * 8193 // 2
@@ -86,14 +91,14 @@ def test_chunks_are_priced_by_their_own_context():
 
 
 def test_shared_heads_read_less():
-    full = RooflineCost(replace(MODEL, num_key_value_heads=16), BARE, NO_LAUNCH).breakdown(decode(64, 4000))
-    shared = RooflineCost(MODEL, BARE, NO_LAUNCH).breakdown(decode(64, 4000))
+    full = parts_of(decode(64, 4000), replace(MODEL, num_key_value_heads=16))
+    shared = parts_of(decode(64, 4000))
     assert full["attention_decode"] == pytest.approx(2 * shared["attention_decode"], rel=0.01)
 
 
 def test_a_smaller_kv_cache_reads_less():
-    fp8 = RooflineCost(MODEL, BARE, NO_LAUNCH, kv_layout=KVLayout(kv_dtype="fp8")).breakdown(decode(64, 4000))
-    full = RooflineCost(MODEL, BARE, NO_LAUNCH).breakdown(decode(64, 4000))
+    fp8 = parts_of(decode(64, 4000), kv_layout=KVLayout(kv_dtype="fp8"))
+    full = parts_of(decode(64, 4000))
     assert full["attention_decode"] == pytest.approx(2 * fp8["attention_decode"], rel=0.01)
 
 
@@ -114,9 +119,8 @@ def test_a_graph_of_a_step_with_prompts_is_padded_by_its_tokens():
     for num_tokens, rows in padded.items():
         assert cost.num_rows(prefill(num_tokens)) == rows
         mixed = BatchShape(1, 50, (PrefillChunk(0, num_tokens - 1),), 2)
-        assert cost.num_rows(mixed) == (
-            2 if num_tokens == 2 else rows
-        )  # the engine asks whether each row has one token
+        # the engine asks whether each row has one token
+        assert cost.num_rows(mixed) == (2 if num_tokens == 2 else rows)
         assert sum(cost.breakdown(mixed).values()) == cost.price(mixed).total_ns
     assert [beside.num_rows(prefill(n)) for n in (100, 193, 200, 201)] == [112, 200, 200, 201]
     assert [beside.num_rows(decode(n)) for n in (201, 512)] == [208, 512]  # decodes alone have bounds of their own
@@ -141,8 +145,8 @@ def test_launches_hide_behind_long_kernels():
 
 
 def test_float32_and_cpus():
-    wide = RooflineCost(replace(WIDE, dtype="float32"), BARE, NO_LAUNCH).breakdown(prefill(8192))
-    half = RooflineCost(WIDE, BARE, NO_LAUNCH).breakdown(prefill(8192))
+    wide = parts_of(prefill(8192), replace(WIDE, dtype="float32"))
+    half = parts_of(prefill(8192), WIDE)
     assert wide["down"] == pytest.approx(2 * half["down"], rel=1e-6)
     cpu = RooflineCost(replace(WIDE, dtype="float32"), replace(BARE, kind="cpu"))
     assert cpu.breakdown(prefill(8192))["down"] == pytest.approx(half["down"], rel=1e-6)
@@ -170,7 +174,7 @@ def test_swaps_are_priced_by_the_host_link_and_copies_by_memory():
 
 
 def test_ranks_share_the_work_and_pay_for_talking():
-    one, four = (RooflineCost(WIDE, BARE, NO_LAUNCH, tensor_parallel_size=n).breakdown(prefill(8192)) for n in (1, 4))
+    one, four = (parts_of(prefill(8192), WIDE, tensor_parallel_size=n) for n in (1, 4))
     assert four["down"] == pytest.approx(one["down"] / 4, rel=1e-6)
     assert four["attention_prefill"] == pytest.approx(one["attention_prefill"] / 4, rel=0.01)
     num_bytes = 8192 * 4096 * 2
@@ -179,9 +183,7 @@ def test_ranks_share_the_work_and_pay_for_talking():
 
 
 def test_ranks_beyond_the_kv_heads_copy_them():
-    eight, sixteen = (
-        RooflineCost(MODEL, BARE, NO_LAUNCH, tensor_parallel_size=n).breakdown(decode(64, 4000)) for n in (8, 16)
-    )
+    eight, sixteen = (parts_of(decode(64, 4000), tensor_parallel_size=n) for n in (8, 16))
     assert sixteen["attention_decode"] == pytest.approx(eight["attention_decode"], rel=0.01)
 
 
@@ -248,7 +250,7 @@ def counted_ns(chunks, decodes, device, packs, heads=16, kv_heads=8):
 def test_attention_of_prompts_is_counted_in_tiles_and_waves(chunks, decodes, num_sms, keys, packs):
     device = replace(TILED, num_sms=num_sms, attention_tile_keys=keys, attention_packs_heads=packs)
     shape = BatchShape(len(decodes), sum(decodes), tuple(PrefillChunk(*chunk) for chunk in chunks), 1)
-    parts = RooflineCost(MODEL, device, NO_LAUNCH).breakdown(shape)
+    parts = parts_of(shape, device=device)
     found = parts["attention_prefill"] + parts["attention_decode"]
     assert found == pytest.approx(counted_ns(chunks, decodes, device, packs), rel=1e-9)
 
@@ -323,13 +325,13 @@ def test_heads_that_are_not_packed_read_again_what_their_tiles_pushed_out(num_sm
     ns = []
     for packs in (True, False):
         device = replace(TILED, flops_per_s=1e30, memory_bytes_per_s=1e9, num_sms=num_sms, attention_packs_heads=packs)
-        ns.append(RooflineCost(MODEL, device, NO_LAUNCH).breakdown(prefill(48, start=1000))["attention_prefill"])
+        ns.append(parts_of(prefill(48, start=1000), device=device)["attention_prefill"])
     assert ns[1] - ns[0] == pytest.approx(again * 1048 * MODEL.kv_bytes_per_token(None, 1), abs=2)
 
 
 def test_rows_of_a_product_are_computed_in_tiles():
     device = replace(TILED, gemm_tile_rows=128)
-    downs = [RooflineCost(MODEL, device, NO_LAUNCH).breakdown(prefill(n))["down"] for n in (1, 128, 129, 256)]
+    downs = [parts_of(prefill(n), device=device)["down"] for n in (1, 128, 129, 256)]
     assert downs[0] == downs[1] == downs[2] / 2 == downs[3] / 2
 
 
@@ -337,7 +339,7 @@ def test_each_kernel_of_a_chain_has_a_floor():
     floors = {"gemm_floor_ns": 1000, "kernel_floor_ns": 100, "attention_floor_ns": 5000}
     device = replace(BARE, **floors, decode_attention_floor_ns=7000)
     for shape, attention in ((decode(3, 500), 14_000), (prefill(40), 10_000)):
-        bare, full = (RooflineCost(MODEL, one, NO_LAUNCH).breakdown(shape) for one in (BARE, device))
+        bare, full = (parts_of(shape, device=one) for one in (BARE, device))
         added = {name: full[name] - bare[name] for name in full}
         products = {"qkv": 2000, "o": 2000, "gate_up": 2000, "down": 2000, "lm_head": 1000}
         small = {"elementwise": 2 * 6 * 100, "embedding": 100, "sampler": 1000}
@@ -348,15 +350,13 @@ def test_each_kernel_of_a_chain_has_a_floor():
 
 def test_a_greedy_sampler_passes_twice_over_logits_of_four_bytes():
     device = replace(BARE, memory_bytes_per_s=1e9)
-    assert RooflineCost(MODEL, device, NO_LAUNCH).breakdown(decode(64))["sampler"] == 2 * 64 * MODEL.vocab_size * 4
+    assert parts_of(decode(64), device=device)["sampler"] == 2 * 64 * MODEL.vocab_size * 4
 
 
 def test_what_a_kernel_left_in_the_cache_is_not_moved_again():
-    cached = replace(
-        BARE, cache_bytes=4 * 2 * 2 * 4096 * 100
-    )  # a quarter holds what rotary and store move of 100 tokens
-    small, large = (RooflineCost(MODEL, cached, NO_LAUNCH).breakdown(prefill(n))["elementwise"] for n in (50, 4000))
-    plain = RooflineCost(MODEL, BARE, NO_LAUNCH).breakdown(prefill(4000))["elementwise"]
+    cached = replace(BARE, cache_bytes=4 * 2 * 2 * 4096 * 100)  # a quarter: what rotary and store move of 100 tokens
+    small, large = (parts_of(prefill(n), device=cached)["elementwise"] for n in (50, 4000))
+    plain = parts_of(prefill(4000))["elementwise"]
     assert small == 0
     assert 0.9 * plain < large < plain
 

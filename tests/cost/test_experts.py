@@ -115,17 +115,13 @@ def test_the_parts_add_up_to_the_price(shape):
         assert sum(cost.breakdown(shape).values()) == cost.price(shape).total_ns
 
 
-def test_rows_that_pad_a_graph_are_one_more_token_to_the_router():
-    """They are alike. Five decodes are padded to eight rows, and touch the experts of six tokens."""
-    padded = RooflineCost(MODEL, MEMORY, RooflineConfig(graph_launch_ns=0)).breakdown(BatchShape(5, 50, (), 5))
-    weights, rows = touched_experts(16, 4, 6) * 48 * 48 * 2, 8 * 4 * (48 + 48) * 2
-    assert padded["experts_gate_up"] == pytest.approx(3 * (weights + rows), abs=1)
-
-
-def test_tokens_that_pad_a_step_with_prompts_are_one_more_token_to_the_router():
-    """A prompt of 20 tokens is padded to 32, and touches the experts of 21."""
-    padded = RooflineCost(MODEL, MEMORY, RooflineConfig()).breakdown(prompt(20))
-    weights, rows = touched_experts(16, 4, 21) * 48 * 48 * 2, 32 * 4 * (48 + 48) * 2
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "num_padded"), [(BatchShape(5, 50, (), 5), 5, 8), (prompt(20), 20, 32)]
+)
+def test_rows_that_pad_a_graph_are_one_more_token_to_the_router(shape, num_tokens, num_padded):
+    """They are alike: five decodes are padded to eight rows, and touch the experts of six tokens."""
+    padded = RooflineCost(MODEL, MEMORY, RooflineConfig()).breakdown(shape)
+    weights, rows = touched_experts(16, 4, num_tokens + 1) * 48 * 48 * 2, num_padded * 4 * (48 + 48) * 2
     assert padded["experts_gate_up"] == pytest.approx(3 * (weights + rows), abs=1)
 
 

@@ -84,6 +84,11 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def check_refused(file, message):
+    with pytest.raises(ProfileError, match=message):
+        read_operator_tables(file)
+
+
 def changed(tmp_path, change, operator="gemm"):
     """A file of one operator whose row 1 has something else."""
     rows = pa.concat_tables([mixed_tables().select(operator)] * 2).slice(0, 2).to_pylist()
@@ -119,8 +124,7 @@ def changed(tmp_path, change, operator="gemm"):
     ],
 )
 def test_a_bad_row_is_named(tmp_path, operator, change, message):
-    with pytest.raises(ProfileError, match=f"t.parquet, row 1: {message}"):
-        read_operator_tables(changed(tmp_path, change, operator))
+    check_refused(changed(tmp_path, change, operator), f"t.parquet, row 1: {message}")
 
 
 @pytest.mark.parametrize("change", [{"context": 0}, {"window": None}])
@@ -142,29 +146,23 @@ def test_bad_metadata_is_named(tmp_path, change, message):
     table = pq.read_table(file)
     document = json.loads(table.schema.metadata[METADATA_KEY.encode()]) | change
     pq.write_table(table.replace_schema_metadata({METADATA_KEY: json.dumps(document)}), file)
-    with pytest.raises(ProfileError, match=f"t.parquet: {METADATA_KEY}: {message}"):
-        read_operator_tables(file)
+    check_refused(file, f"t.parquet: {METADATA_KEY}: {message}")
 
 
 def test_what_is_no_table_is_refused(tmp_path):
-    with pytest.raises(ProfileError, match=r"no operator tables at .*absent.parquet"):
-        read_operator_tables(tmp_path / "absent.parquet")
-    (tmp_path / "text.parquet").write_text("not parquet")
-    with pytest.raises(ProfileError, match=r"text.parquet cannot be read as Parquet: "):
-        read_operator_tables(tmp_path / "text.parquet")
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
-    with pytest.raises(ProfileError, match=r"other.parquet has no operator tables: its metadata lacks 'testbed.oper"):
-        read_operator_tables(tmp_path / "other.parquet")
+    file = tmp_path / "none.parquet"
+    check_refused(file, r"no operator tables at .*none.parquet")
+    file.write_text("not parquet")
+    check_refused(file, r"none.parquet cannot be read as Parquet: ")
     table = pq.read_table(changed(tmp_path, {}))
-    pq.write_table(table.drop_columns("k"), tmp_path / "few.parquet")
-    with pytest.raises(ProfileError, match=r"few.parquet lacks the column 'k' \(int64\); it has operator"):
-        read_operator_tables(tmp_path / "few.parquet")
-    pq.write_table(table.slice(0, 0), tmp_path / "empty.parquet")
-    with pytest.raises(ProfileError, match=r"empty.parquet has no rows"):
-        read_operator_tables(tmp_path / "empty.parquet")
-    pq.write_table(table.set_column(4, "m", pa.array([1.0, 2.0])), tmp_path / "floats.parquet")
-    with pytest.raises(ProfileError, match="column 'm' is of type double; expected int64"):
-        read_operator_tables(tmp_path / "floats.parquet")
+    for wrong, message in (
+        (pa.table({"a": [1]}), r"none.parquet has no operator tables: its metadata lacks 'testbed.oper"),
+        (table.drop_columns("k"), r"none.parquet lacks the column 'k' \(int64\); it has operator"),
+        (table.slice(0, 0), r"none.parquet has no rows"),
+        (table.set_column(4, "m", pa.array([1.0, 2.0])), "column 'm' is of type double; expected int64"),
+    ):
+        pq.write_table(wrong, file)
+        check_refused(file, message)
 
 
 # --- doubts ---

@@ -20,39 +20,47 @@ STEPS = measured(RooflineCost(MODEL, DeviceSpec("h100")), grid(), repeats=2)
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path):
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "p.parquet"
+
+
+def check_refused(file, message):
+    with pytest.raises(ProfileError, match=message):
+        read_profile(file)
+
+
+def rewrite(file, document):
+    """Gives the file another manifest."""
+    table = pq.read_table(file).replace_schema_metadata({METADATA_KEY: json.dumps(document)})
+    pq.write_table(table, file)
+
+
+def test_a_profile_is_read_as_it_was_written(file):
     made = manifest(versions={"torch": "2"}, attention="triton", sliding_window=64, date="2026-11-21", command="x")
-    write_profile(tmp_path / "p.parquet", made, STEPS)
-    assert read_profile(tmp_path / "p.parquet") == (made, STEPS)
-    assert pq.read_table(tmp_path / "p.parquet").column_names == list(COLUMNS)
+    write_profile(file, made, STEPS)
+    assert read_profile(file) == (made, STEPS)
+    assert pq.read_table(file).column_names == list(COLUMNS)
 
 
-def test_a_profile_of_before_repeated_positions_were_counted_has_none(tmp_path):
-    write_profile(tmp_path / "p.parquet", manifest(), STEPS)
-    table = pq.read_table(tmp_path / "p.parquet")
-    pq.write_table(table.drop_columns("repeated_context_tokens"), tmp_path / "old.parquet")
-    assert read_profile(tmp_path / "old.parquet") == (manifest(), STEPS)
+def test_a_profile_of_before_repeated_positions_were_counted_has_none(file):
+    write_profile(file, manifest(), STEPS)
+    pq.write_table(pq.read_table(file).drop_columns("repeated_context_tokens"), file)
+    assert read_profile(file) == (manifest(), STEPS)
 
 
-def test_a_misspelt_column_is_named(tmp_path):
-    write_profile(tmp_path / "p.parquet", manifest(), STEPS[:1])
-    table = pq.read_table(tmp_path / "p.parquet")
-    renamed = table.rename_columns({"repeated_context_tokens": "repeat_context_tokens"})
-    pq.write_table(renamed.replace_schema_metadata(table.schema.metadata), tmp_path / "p.parquet")
+def test_a_misspelt_column_is_named(file):
+    write_profile(file, manifest(), STEPS[:1])
+    pq.write_table(pq.read_table(file).rename_columns({"repeated_context_tokens": "repeat_context_tokens"}), file)
+    rewrite(file, asdict(manifest()))
     said = r"p.parquet has an unknown column 'repeat_context_tokens'; did you mean 'repeated_context_tokens'\?"
-    with pytest.raises(ProfileError, match=said):
-        read_profile(tmp_path / "p.parquet")
+    check_refused(file, said)
 
 
 def test_repeats_of_a_shape_are_counted():
     one, two = BatchShape(1, 5, (), 1), BatchShape(2, 9, (), 2)
     steps = number_repeats([(one, Spans(), 3), (two, Spans(), 3), (one, Spans(), 4)])
     assert [step.repeat for step in steps] == [0, 0, 1]
-
-
-def rows() -> list[dict]:
-    step = dict.fromkeys(COLUMNS, 0) | {"prefills": [{"start": 0, "num_tokens": 5}], "total_ns": 9}
-    return [dict(step), dict(step)]
 
 
 @pytest.mark.parametrize(
@@ -76,37 +84,29 @@ def rows() -> list[dict]:
          r"row 1: prefills\[0\] is .*; expected to end within the "),
     ],
 )  # fmt: skip
-def test_a_bad_row_is_named(tmp_path, field, value, message):
-    table = rows()
-    table[1][field] = value
+def test_a_bad_row_is_named(file, field, value, message):
+    step = dict.fromkeys(COLUMNS, 0) | {"prefills": [{"start": 0, "num_tokens": 5}], "total_ns": 9}
     struct = pa.list_(pa.struct([("start", pa.int64()), ("num_tokens", pa.int64())]))
-    schema = pa.schema(
-        [(name, struct if name == "prefills" else pa.int64()) for name in COLUMNS],
-        metadata={METADATA_KEY: json.dumps(asdict(manifest()))},
-    )
-    file = tmp_path / "p.parquet"
-    pq.write_table(pa.Table.from_pylist(table, schema=schema), file)
-    with pytest.raises(ProfileError, match=f"p.parquet, {message}"):
-        read_profile(file)
+    schema = pa.schema([(name, struct if name == "prefills" else pa.int64()) for name in COLUMNS])
+    pq.write_table(pa.Table.from_pylist([step, step | {field: value}], schema=schema), file)
+    rewrite(file, asdict(manifest()))
+    check_refused(file, f"p.parquet, {message}")
 
 
-def test_contexts_have_the_length_of_the_model_stretched_or_not(tmp_path):
+def test_contexts_have_the_length_of_the_model_stretched_or_not(file):
     step = MeasuredStep(BatchShape(2, 2 * 50_000, (), 2), Spans(), 9, 0)
-    write_profile(tmp_path / "p.parquet", manifest(), [step])
-    with pytest.raises(
-        ProfileError, match=r"decode_context_tokens is 100000 with 2 decodes; expected at most .* 40,960"
-    ):
-        read_profile(tmp_path / "p.parquet")
+    write_profile(file, manifest(), [step])
+    check_refused(file, r"decode_context_tokens is 100000 with 2 decodes; expected at most .* 40,960")
     rope = {name: value for name, value in asdict(RopeScaling("linear", 4.0)).items() if value is not None}
-    write_profile(tmp_path / "p.parquet", manifest(model={**manifest().model, "rope_scaling": rope}), [step])
-    assert read_profile(tmp_path / "p.parquet").steps == [step]
+    write_profile(file, manifest(model={**manifest().model, "rope_scaling": rope}), [step])
+    assert read_profile(file).steps == [step]
 
 
-def test_a_profile_from_before_there_were_experts_is_one_of_a_model_without(tmp_path):
+def test_a_profile_from_before_there_were_experts_is_one_of_a_model_without(file):
     old = {name: value for name, value in manifest().model.items() if name not in (*EXPERTS, "norm_topk_prob")}
-    write_profile(tmp_path / "p.parquet", manifest(model=old), STEPS[:1])
+    write_profile(file, manifest(model=old), STEPS[:1])
     same = {"device": "h100", "block_size": 16, "tensor_parallel_size": 1, "kv_dtype": None, "sliding_window": None}
-    read_profile(tmp_path / "p.parquet").manifest.check_matches("p", model=MODEL, **same)
+    read_profile(file).manifest.check_matches("p", model=MODEL, **same)
 
 
 @pytest.mark.parametrize(
@@ -130,56 +130,39 @@ def test_a_profile_from_before_there_were_experts_is_one_of_a_model_without(tmp_
         ({"device": None}, "'device' is None; expected str"),
     ],
 )  # fmt: skip
-def test_a_bad_manifest_is_named(tmp_path, change, message):
-    file = tmp_path / "p.parquet"
+def test_a_bad_manifest_is_named(file, change, message):
     write_profile(file, manifest(), STEPS[:1])
-    table = pq.read_table(file)
-    document = asdict(manifest()) | change
-    pq.write_table(table.replace_schema_metadata({METADATA_KEY: json.dumps(document)}), file)
-    with pytest.raises(ProfileError, match=f"p.parquet: {METADATA_KEY}: {message}"):
-        read_profile(file)
+    rewrite(file, asdict(manifest()) | change)
+    check_refused(file, f"p.parquet: {METADATA_KEY}: {message}")
 
 
-def test_a_manifest_from_before_there_were_captured_steps_with_prompts_says_none(tmp_path):
-    file = tmp_path / "p.parquet"
+def test_a_manifest_from_before_there_were_captured_steps_with_prompts_says_none(file):
     write_profile(file, manifest(captured_decodes=8, captured_tokens=64), STEPS[:1])
-    document = {key: value for key, value in asdict(manifest()).items() if not key.startswith("captured_")}
     assert read_profile(file).manifest.captured_tokens == 64
-    table = pq.read_table(file).replace_schema_metadata({METADATA_KEY: json.dumps(document)})
-    pq.write_table(table, file)
+    rewrite(file, {key: value for key, value in asdict(manifest()).items() if not key.startswith("captured_")})
     assert read_profile(file).manifest == manifest()
 
 
-def test_what_is_no_profile_is_refused(tmp_path):
-    with pytest.raises(ProfileError, match=r"no profile at .*absent.parquet"):
-        read_profile(tmp_path / "absent.parquet")
-    (tmp_path / "text.parquet").write_text("not parquet")
-    with pytest.raises(ProfileError, match=r"text.parquet cannot be read as Parquet: "):
-        read_profile(tmp_path / "text.parquet")
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
-    with pytest.raises(ProfileError, match=r"other.parquet is no profile: its metadata lacks 'testbed.profile'"):
-        read_profile(tmp_path / "other.parquet")
-    metadata = {METADATA_KEY: json.dumps(asdict(manifest()))}
-    pq.write_table(pa.table({"num_decodes": [1]}).replace_schema_metadata(metadata), tmp_path / "few.parquet")
-    with pytest.raises(
-        ProfileError, match=r"few.parquet lacks the column 'decode_context_tokens' \(int64\); it has num"
-    ):
-        read_profile(tmp_path / "few.parquet")
-    write_profile(tmp_path / "empty.parquet", manifest(), [])
-    with pytest.raises(ProfileError, match=r"empty.parquet has no rows"):
-        read_profile(tmp_path / "empty.parquet")
-    table = pq.read_table(tmp_path / "empty.parquet")
-    floats = table.set_column(0, "num_decodes", pa.array([], pa.float64()))
-    pq.write_table(floats, tmp_path / "floats.parquet")
-    with pytest.raises(ProfileError, match="column 'num_decodes' is of type double; expected int32"):
-        read_profile(tmp_path / "floats.parquet")
+def test_what_is_no_profile_is_refused(file):
+    check_refused(file, r"no profile at .*p.parquet")
+    file.write_text("not parquet")
+    check_refused(file, r"p.parquet cannot be read as Parquet: ")
+    pq.write_table(pa.table({"a": [1]}), file)
+    check_refused(file, r"p.parquet is no profile: its metadata lacks 'testbed.profile'")
+    pq.write_table(pa.table({"num_decodes": [1]}), file)
+    rewrite(file, asdict(manifest()))
+    check_refused(file, r"p.parquet lacks the column 'decode_context_tokens' \(int64\); it has num")
+    write_profile(file, manifest(), [])
+    check_refused(file, r"p.parquet has no rows")
+    pq.write_table(pq.read_table(file).set_column(0, "num_decodes", pa.array([], pa.float64())), file)
+    check_refused(file, "column 'num_decodes' is of type double; expected int32")
 
 
-def test_a_failed_write_leaves_nothing(tmp_path):
+def test_a_failed_write_leaves_nothing(file):
     step = MeasuredStep(BatchShape(0, 0, (PrefillChunk(0, 1),), 0), Spans(), "x")  # type: ignore[arg-type]
     with pytest.raises(Exception, match="x"):
-        write_profile(tmp_path / "p.parquet", manifest(), [step])
-    assert not list(tmp_path.iterdir())
+        write_profile(file, manifest(), [step])
+    assert not list(file.parent.iterdir())
 
 
 @pytest.mark.parametrize(

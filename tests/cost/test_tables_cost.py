@@ -94,24 +94,19 @@ def test_a_measured_product_costs_what_was_measured(num_tokens):
     assert ALL.origins(prefill(num_tokens))["down"] == MEASURED
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_measured_decodes_cost_what_was_measured(batch, context):
-    shape = decode(batch, context)
-    assert ALL.breakdown(shape)["attention_decode"] == pytest.approx(
-        2 * roofline().breakdown(shape)["attention_decode"], abs=3
-    )
-    assert ALL.origins(shape)["attention_decode"] == MEASURED
-
-
-@pytest.mark.parametrize("start", [0, 512, 8192])
-def test_a_measured_prompt_costs_what_was_measured(start):
-    for num_tokens in (16, 128, 1024):
-        shape = prefill(num_tokens, start=start)
-        assert ALL.breakdown(shape)["attention_prefill"] == pytest.approx(
-            3 * roofline().breakdown(shape)["attention_prefill"], rel=1e-6, abs=3
-        )
-        assert ALL.origins(shape)["attention_prefill"] == MEASURED
+@pytest.mark.parametrize(
+    ("name", "factor", "measured", "rel"),
+    [
+        ("attention_decode", 2, [decode(batch, context) for batch in BATCHES for context in CONTEXTS], 0),
+        ("attention_prefill", 3, [prefill(n, start=start) for n in (16, 128, 1024) for start in (0, 512, 8192)], 1e-6),
+    ],
+    ids=["decodes", "prompts"],
+)
+def test_measured_attention_costs_what_was_measured(name, factor, measured, rel):
+    for shape in measured:
+        expected = factor * roofline().breakdown(shape)[name]
+        assert ALL.breakdown(shape)[name] == pytest.approx(expected, rel=rel, abs=3)
+        assert ALL.origins(shape)[name] == MEASURED
 
 
 def test_a_measured_mix_costs_what_was_measured():

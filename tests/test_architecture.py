@@ -139,16 +139,9 @@ PARTS = {  # of testbed: what each may import of the others, also for type check
     "testbed.traces": ("testbed.core",),
 }
 ANYONE_MAY = (
-    "testbed.arrow",
-    "testbed.checks",
-    "testbed.errors",
-    "testbed.foreign_text",
-    "testbed.lazy_heap",
-    "testbed.output",
-    "testbed.streams",
-    "testbed.seeds",
-    "testbed.wording",
-)
+    "testbed.arrow", "testbed.checks", "testbed.errors", "testbed.foreign_text", "testbed.lazy_heap", "testbed.output",
+    "testbed.streams", "testbed.seeds", "testbed.wording",
+)  # fmt: skip
 
 
 def types_included(part: str) -> list[Import]:
@@ -314,14 +307,10 @@ def test_analysis_reads_records_and_knows_nothing_else_of_the_house() -> None:
         if item.top in (*ROOMS, "tests", "torch", "simpy", "hydra")
         and item.top != "analysis"
         and not is_part_of(
-            item,
-            "testbed.records.schema",
-            "testbed.records.operators",
-            "testbed.errors",
-            "testbed.foreign_text",
+            item, "testbed.records.schema", "testbed.records.operators", "testbed.errors", "testbed.foreign_text",
             "testbed.output",
         )
-    ]
+    ]  # fmt: skip
     assert not bad
 
 

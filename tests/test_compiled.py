@@ -62,14 +62,9 @@ class Tree:
     def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(compiled.VARIABLE)}
         return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.root,
-            env=kept | {"PYTHONPATH": str(self.root)} | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+            [sys.executable, *arguments], cwd=self.root, env=kept | {"PYTHONPATH": str(self.root)} | environment,
+            capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
 
     def build(self, **environment: str) -> str:
         done = self.python("setup.py", "-q", "compile", "--inplace", **environment)

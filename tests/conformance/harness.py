@@ -203,10 +203,6 @@ def core(composition: str, *, num_blocks: int = 60, caching: bool = True, plans:
     """The scheduler that all backends serve. vllm_v1: the preset's rules, a step hits blocks that it fills."""
     is_preset = composition == "vllm_v1"
     return lambda: make_scheduler(
-        "unified" if is_preset else composition,
-        rules=VLLM_V1 if is_preset else KVRules(),
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        caching=caching,
-        limits=make_limits(budget=BUDGET, model_len=256, plans=plans),
-    )
+        "unified" if is_preset else composition, rules=VLLM_V1 if is_preset else KVRules(), num_blocks=num_blocks,
+        block_size=BLOCK_SIZE, caching=caching, limits=make_limits(budget=BUDGET, model_len=256, plans=plans),
+    )  # fmt: skip

@@ -25,21 +25,14 @@ MARKS: dict[str, list[pytest.MarkDecorator]] = {
 COMPOSITIONS = ("prefill_first", "decode_first", "unified", "vllm_v1")
 LENGTHS = LengthConfig("uniform", min_tokens=2, max_tokens=26)
 AT_ONCE = SyntheticConfig(
-    num_requests=12,
-    arrival="all_at_once",
-    prompt=LENGTHS,
-    output=LENGTHS,
-    num_system_prompts=2,
+    num_requests=12, arrival="all_at_once", prompt=LENGTHS, output=LENGTHS, num_system_prompts=2,
     system_prompt_tokens=14,
-)
+)  # fmt: skip
 ONE_USER = SyntheticConfig(
-    num_requests=7,
-    min_turns=7,
-    max_turns=7,
-    think_time_s=0.002,
+    num_requests=7, min_turns=7, max_turns=7, think_time_s=0.002,
     prompt=LengthConfig("uniform", min_tokens=2, max_tokens=12),
     output=LengthConfig("uniform", min_tokens=2, max_tokens=9),
-)
+)  # fmt: skip
 TRACES = {"all at once": generate(AT_ONCE), "one user": generate(ONE_USER)}
 TIGHT = 20
 

@@ -96,22 +96,16 @@ CASES: dict[str, Case] = {
     "no prefix caching, nano-vllm": _case("scheduler=nano_vllm", "cache.prefix_caching=false"),
     "lfu, blocks of 32": _case("cache.eviction=lfu", "cache.block_size=32", "cache.num_gpu_blocks=150"),
     "cost-aware eviction, documents": _case(
-        "cache.eviction=cost_aware",
-        "trace.rag.num_documents=30",
-        "trace.rag.document.value=150",
-        "trace.rag.documents_per_prompt=3",
-        "scheduler.max_model_len=4096",
+        "cache.eviction=cost_aware", "trace.rag.num_documents=30", "trace.rag.document.value=150",
+        "trace.rag.documents_per_prompt=3", "scheduler.max_model_len=4096",
     ),
     # windows, chunks, budgets
     "sliding window": _case("cache.sliding_window=200", "cache.num_gpu_blocks=130", on=LONG),
     "sliding window, prefill first, swap": _case("scheduler=prefill_first", "cache.sliding_window=300", *SWAPS),
     "small chunks": _case("scheduler.max_num_batched_tokens=96", "scheduler.long_prefill_token_threshold=64", on=LONG),
     "several partial prefills": _case(
-        "scheduler=decode_first",
-        "scheduler.max_num_batched_tokens=300",
-        "scheduler.max_num_partial_prefills=3",
-        "scheduler.long_prefill_token_threshold=200",
-        on=LONG,
+        "scheduler=decode_first", "scheduler.max_num_batched_tokens=300", "scheduler.max_num_partial_prefills=3",
+        "scheduler.long_prefill_token_threshold=200", on=LONG,
     ),
     # groups
     "parallel samples": _case("scheduler=vllm_v0_classic", "sampling.n=3", "cache.num_cpu_blocks=400"),
@@ -122,15 +116,12 @@ CASES: dict[str, Case] = {
     "priorities": _rows("scheduler.queue_order=priority", "scheduler=vllm_v1"),
     "deadlines": _rows("scheduler=prefill_first", "scheduler.queue_order=edf", "scheduler.victim=last_in_queue_order"),
     "shortest remaining": _rows(
-        "scheduler=unified",
-        "scheduler.queue_order=srpt",
-        "scheduler.oracle=noisy",
+        "scheduler=unified", "scheduler.queue_order=srpt", "scheduler.oracle=noisy",
         "scheduler.victim=longest_remaining",
     ),
     "feedback levels, swap": _rows("scheduler=decode_first", "scheduler.queue_order=mlfq", *SWAPS),
     "depth first, tenants isolated": _rows(
-        "scheduler=unified",
-        "scheduler.queue_order={_target_: testbed.policies.orders.depth_first, tree: waiting}",
+        "scheduler=unified", "scheduler.queue_order={_target_: testbed.policies.orders.depth_first, tree: waiting}",
         "cache.isolate_tenants=true",
     ),
     "response ratio": _rows(
@@ -150,7 +141,7 @@ CASES: dict[str, Case] = {
     "azure, Sarathi-Serve, swap": _azure("scheduler=sarathi", "scheduler.preemption=swap", "cache.num_cpu_blocks=2000"),
     "mooncake, vLLM V1": _mooncake(),
     "mooncake, nano-vllm": _mooncake("scheduler=nano_vllm"),
-}
+}  # fmt: skip
 
 
 class Record(NamedTuple):

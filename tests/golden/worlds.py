@@ -72,14 +72,10 @@ def _draw_setup(number: int) -> Setup:
         max_model_len=max(60, setup.limits.max_model_len),
     )
     return replace(
-        setup,
-        limits=limits,
-        block_size=min(setup.block_size, 4),
+        setup, limits=limits, block_size=min(setup.block_size, 4),
         num_blocks=min(-(-60 // min(setup.block_size, 4)), max(10, setup.num_blocks)),
-        num_cpu_blocks=max(12, setup.num_cpu_blocks),
-        watermark=min(setup.watermark, 0.1),
-        preemption="swap",
-    )
+        num_cpu_blocks=max(12, setup.num_cpu_blocks), watermark=min(setup.watermark, 0.1), preemption="swap",
+    )  # fmt: skip
 
 
 def _draw_setups() -> None:

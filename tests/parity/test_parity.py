@@ -74,12 +74,9 @@ def test_sampled_outputs_come_from_the_tape(tmp_path: Path, composition: str, te
     rows = unforced_rows()
     rows[4]["output_tokens"] = 5  # forced and sampled rows in one batch
     config = real_config(
-        composition,
-        sampling__temperature=temperature,
-        sampling__max_tokens=12,
-        cache__num_gpu_blocks=TIGHT,
+        composition, sampling__temperature=temperature, sampling__max_tokens=12, cache__num_gpu_blocks=TIGHT,
         model__eos_token_id=3,
-    )
+    )  # fmt: skip
     result = real_run(tmp_path / "real", config, trace_of(tmp_path, rows))
     assert result.exit_status == 0, result.message
     tape = read_tape(tmp_path / "real" / "tape.jsonl")

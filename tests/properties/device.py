@@ -39,13 +39,9 @@ class Device:
         _move_all(plan.copies, self.gpu, self.gpu)
 
     def compute(
-        self,
-        rows: Sequence[ScheduledSequence],
-        prefixes_of: Callable[[int], Prefixes],
-        is_needed: Callable[[ScheduledSequence, int], bool],
-        *,
-        reads_own_step: bool,
-    ) -> None:
+        self, rows: Sequence[ScheduledSequence], prefixes_of: Callable[[int], Prefixes],
+        is_needed: Callable[[ScheduledSequence, int], bool], *, reads_own_step: bool,
+    ) -> None:  # fmt: skip
         """Writes the rows' slots in order. What a row reads must be there before the step or, if `reads_own_step`, when
         its turn comes. is_needed: whether a row reads this position at all.
         """

@@ -24,10 +24,9 @@ MAX_FAILURES = 200
 ROWS = (
     "operations", "adds", "plans", "admissions", "preemptions by recompute", "preemptions by swap",
     "blocks swapped out", "blocks swapped in", "swap ins", "forks", "drops", "copies on write", "beams given up",
-    "hit tokens", "evictions", "resets of running", "resets of swapped", "aborts of waiting",
-    "aborts of running", "aborts of swapped", "ended by stop",
-    "ended by length", "ended by abort", "ended by ignored", "victims admitted again in the step",
-    "steps of decodes that share", "steps of decodes that share beside prompts",
+    "hit tokens", "evictions", "resets of running", "resets of swapped", "aborts of waiting", "aborts of running",
+    "aborts of swapped", "ended by stop", "ended by length", "ended by abort", "ended by ignored",
+    "victims admitted again in the step", "steps of decodes that share", "steps of decodes that share beside prompts",
     "runs that do not end by themselves", "digests repeated", "digests repeated with all prefixes listed",
 )  # fmt: skip
 

@@ -70,17 +70,10 @@ class Setup:
         if self.num_hashes is not None:
             keys = WeakKeys(self.block_size, self.num_hashes)
         blocks = BlockManager(
-            block_size=self.block_size,
-            num_gpu_blocks=self.num_blocks,
-            num_cpu_blocks=self.num_cpu_blocks,
-            watermark=self.watermark,
-            rules=self.rules,
-            eviction=evicts,
-            key_source=keys if self.caching else None,
-            max_model_len=self.limits.max_model_len,
-            lookahead_slots=self.lookahead,
-            sliding_window=self.window,
-        )
+            block_size=self.block_size, num_gpu_blocks=self.num_blocks, num_cpu_blocks=self.num_cpu_blocks,
+            watermark=self.watermark, rules=self.rules, eviction=evicts, key_source=keys if self.caching else None,
+            max_model_len=self.limits.max_model_len, lookahead_slots=self.lookahead, sliding_window=self.window,
+        )  # fmt: skip
         queue, allows, mode, victims, believes = (
             QUEUES[self.queue](), ADMISSIONS[self.admission](), PREEMPTIONS[self.preemption](), VICTIMS[self.victim](),
             ORACLES[self.oracle](),
@@ -91,15 +84,9 @@ class Setup:
         if hasattr(victims, "bind_queue"):
             victims.bind_queue(queue)
         return Scheduler(
-            limits=self.limits,
-            blocks=blocks,
-            composition=COMPOSITIONS[self.composition](**self.options),
-            queue=queue,
-            victims=victims,
-            admission=allows,
-            preemption=mode,
-            eos_token_id=EOS,
-        )
+            limits=self.limits, blocks=blocks, composition=COMPOSITIONS[self.composition](**self.options), queue=queue,
+            victims=victims, admission=allows, preemption=mode, eos_token_id=EOS,
+        )  # fmt: skip
 
     @property
     def ends_alone(self) -> bool:
@@ -199,16 +186,12 @@ def random_setup(rng: random.Random, composition: str | None = None) -> Setup:
     num_cpu_blocks = rng.choice((0, 1, 4, 24, 24, 40))
     knows_lookahead = drawn["rules"].growth_test == "exact" and drawn["rules"].swap_test == "all_blocks"
     return Setup(
-        **drawn,
-        limits=_random_limits(rng),
-        block_size=block_size,
-        num_blocks=num_blocks,
+        **drawn, limits=_random_limits(rng), block_size=block_size, num_blocks=num_blocks,
         num_cpu_blocks=max(num_cpu_blocks, 1) if drawn["preemption"] == "swap" else num_cpu_blocks,
-        caching=rng.random() < 0.75,
-        num_hashes=rng.choice((None, None, None, 1, 2, 5)),
+        caching=rng.random() < 0.75, num_hashes=rng.choice((None, None, None, 1, 2, 5)),
         lookahead=rng.choice((0, 0, 0, 1, 3)) if knows_lookahead else 0,
         window=rng.choice((None, None, None, 1, 5, 12)) if drawn["rules"].duplicates == "listed" else None,
-    )
+    )  # fmt: skip
 
 
 def _random_limits(rng: random.Random) -> Limits:
@@ -255,16 +238,11 @@ def random_request(rng: random.Random, name: str, now_ns: int) -> Request:
         **_random_group(rng),
     )
     return Request(
-        name,
-        array("i", prompt),
-        arrival_ns=now_ns,
+        name, array("i", prompt), arrival_ns=now_ns,
         forced_output=array("i", [rng.randrange(2) for _ in range(num_output)]) if is_forced else None,
-        sampling=sampling,
-        priority=rng.randrange(3),
-        tenant=rng.choice((None, "a", "b")),
-        deadline_ns=rng.choice((None, now_ns + rng.randrange(20) * NS_PER_S)),
-        cache_salt=rng.choice(("", "", "", "a")),
-    )
+        sampling=sampling, priority=rng.randrange(3), tenant=rng.choice((None, "a", "b")),
+        deadline_ns=rng.choice((None, now_ns + rng.randrange(20) * NS_PER_S)), cache_salt=rng.choice(("", "", "", "a")),
+    )  # fmt: skip
 
 
 def _random_group(rng: random.Random) -> dict[str, Any]:

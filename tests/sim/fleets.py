@@ -41,15 +41,9 @@ class Watched:
 
 
 def drive(
-    inbox: Inbox,
-    router: Router,
-    schedulers: Sequence[Scheduler],
-    costs: Sequence[CostModel],
-    *,
-    logs: Sequence[Log] | None = None,
-    replicas_per_link: int | None = None,
-    seed: int = 0,
-) -> list[Log]:
+    inbox: Inbox, router: Router, schedulers: Sequence[Scheduler], costs: Sequence[CostModel], *,
+    logs: Sequence[Log] | None = None, replicas_per_link: int | None = None, seed: int = 0,
+) -> list[Log]:  # fmt: skip
     """Runs a fleet to its end; a log for each replica. A livelock is the last event of the first one's."""
     backends = [SimBackend(cost, seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=EOS) for cost in costs]
     fleet = Fleet(inbox, router, backends, replicas_per_link=replicas_per_link)

@@ -107,14 +107,9 @@ class Records:
 
 
 def recorded(
-    scheduler: Scheduler,
-    trace: Trace,
-    cost: CostModel | None = None,
-    *,
-    sampling: SamplingParams = GREEDY,
-    num_steps: int = 2000,
-    stops_on: tuple[type[Exception], ...] = (),
-) -> Records:
+    scheduler: Scheduler, trace: Trace, cost: CostModel | None = None, *, sampling: SamplingParams = GREEDY,
+    num_steps: int = 2000, stops_on: tuple[type[Exception], ...] = (),
+) -> Records:  # fmt: skip
     """Simulates a trace and reads the records back as a run folder would hold them.
 
     num_steps: after which the run is cut. stops_on: errors of a policy that end the run where it is, as a partial one.

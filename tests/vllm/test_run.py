@@ -26,8 +26,7 @@ ENGINE = [
     "backend=vllm", "backend.enforce_eager=true", "backend.dtype=float32", "device=cpu", "cache.block_size=32",
     "cache.num_gpu_blocks=30", "scheduler.max_num_seqs=16", "scheduler.max_num_batched_tokens=256",
     "scheduler.max_model_len=512", "cache.watermark=0.0", "trace.num_requests=24", "trace.rate=60",
-    "trace.prompt={kind:constant,value:80}",
-    "trace.output={kind:constant,value:50}", "trace.forced=lengths",
+    "trace.prompt={kind:constant,value:80}", "trace.output={kind:constant,value:50}", "trace.forced=lengths",
 ]  # fmt: skip
 
 

@@ -17,15 +17,7 @@ from real.loader import INDEX_FILE, SINGLE_FILE
 from testbed.errors import ConfigError, ModelError
 from testbed.specs.hf_config import load_hf_config
 from testbed.specs.model import ModelSpec
-from tests.real.engine_helpers import (
-    ARCHITECTURES,
-    checkpoint,
-    load_error,
-    row,
-    step_logits,
-    tiny_backend,
-    tiny_spec,
-)  # fmt: skip
+from tests.real.engine_helpers import ARCHITECTURES, checkpoint, load_error, row, step_logits, tiny_backend, tiny_spec
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 

@@ -32,57 +32,33 @@ def shape(architecture: str, kind: str, sizes: tuple[int, ...], length: int, **m
 
 
 # Each with the bytes of K and V of a token, counted by hand: 2 x layers x KV heads x head size x 2 bytes.
-COUNTED: dict[str, tuple[dict[str, Any], int]] = {
-    "Llama-3.2-1B": (
-        shape("Llama", "llama", (2048, 8192, 16, 32, 8, 128256), 131072, rope_scaling=LLAMA3, tie_word_embeddings=True,
-              head_dim=64),
-        32_768,
-    ),
-    "Llama-3.2-1B by transformers 5": (
-        shape("Llama", "llama", (2048, 8192, 16, 32, 8, 128256), 131072, tie_word_embeddings=True, dtype="bfloat16",
-              rope_parameters={**LLAMA3, "rope_theta": 5e5}),
-        32_768,
-    ),
-    "Mistral-Nemo": (
-        shape("Mistral", "mistral", (5120, 14336, 40, 32, 8, 131072), 131072, head_dim=128, sliding_window=None),
-        163_840,
-    ),
-    "Qwen2.5-7B": (
-        shape("Qwen2", "qwen2", (3584, 18944, 28, 28, 4, 152064), 131072, sliding_window=131072,
-              use_sliding_window=False),
-        57_344,
-    ),
-    "Qwen3-4B": (
-        shape("Qwen3", "qwen3", (2560, 9728, 36, 32, 8, 151936), 40960, head_dim=128, tie_word_embeddings=True),
-        147_456,
-    ),
-    "Qwen3-30B-A3B": (
-        shape("Qwen3Moe", "qwen3_moe", (2048, 6144, 48, 32, 4, 151936), 40960, head_dim=128, num_experts=128,
-              num_experts_per_tok=8, moe_intermediate_size=768),
-        98_304,
-    ),
-    "Mixtral-8x7B": (
-        shape("Mixtral", "mixtral", (4096, 14336, 32, 32, 8, 32000), 32768, num_local_experts=8, num_experts_per_tok=2),
-        131_072,
-    ),
-    "Phi-4": (shape("Phi3", "phi3", (5120, 17920, 40, 40, 10, 100352), 16384, pad_token_id=100349), 204_800),
-    "GLM-4-9B": (
-        shape("Glm4", "glm4", (4096, 13696, 40, 32, 2, 151552), 32768, head_dim=128, partial_rotary_factor=0.5,
-              pad_token_id=151329),
-        40_960,
-    ),
-    "GLM-4-9B of 2024": (
-        shape("Glm", "glm", (4096, 13696, 40, 32, 2, 151552), 131072, head_dim=128, attention_bias=True), 40_960
-    ),
-    "Granite-3.1-8B": (
-        shape("Granite", "granite", (4096, 12800, 40, 32, 8, 49155), 131072, tie_word_embeddings=True), 163_840
-    ),
-    "OLMo-7B": (shape("Olmo", "olmo", (4096, 11008, 32, 32, 32, 50304), 2048), 524_288),
-    "OLMo-2-7B": (shape("Olmo2", "olmo2", (4096, 11008, 32, 32, 32, 100352), 4096, pad_token_id=100277), 524_288),
-    "SmolLM3-3B": (
-        shape("SmolLM3", "smollm3", (2048, 11008, 36, 16, 4, 128256), 65536, tie_word_embeddings=True), 73_728
-    ),
-    "StableLM-3B": (shape("StableLm", "stablelm", (2560, 6912, 32, 32, 32, 50304), 4096), 327_680),
+COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "Llama-3.2-1B": (32_768, shape("Llama", "llama", (2048, 8192, 16, 32, 8, 128256), 131072, rope_scaling=LLAMA3,
+        tie_word_embeddings=True, head_dim=64)),
+    "Llama-3.2-1B by transformers 5": (32_768, shape("Llama", "llama", (2048, 8192, 16, 32, 8, 128256), 131072,
+        tie_word_embeddings=True, dtype="bfloat16", rope_parameters={**LLAMA3, "rope_theta": 5e5})),
+    "Mistral-Nemo": (163_840, shape("Mistral", "mistral", (5120, 14336, 40, 32, 8, 131072), 131072, head_dim=128,
+        sliding_window=None)),
+    "Qwen2.5-7B": (57_344, shape("Qwen2", "qwen2", (3584, 18944, 28, 28, 4, 152064), 131072, sliding_window=131072,
+        use_sliding_window=False)),
+    "Qwen3-4B": (147_456, shape("Qwen3", "qwen3", (2560, 9728, 36, 32, 8, 151936), 40960, head_dim=128,
+        tie_word_embeddings=True)),
+    "Qwen3-30B-A3B": (98_304, shape("Qwen3Moe", "qwen3_moe", (2048, 6144, 48, 32, 4, 151936), 40960, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)),
+    "Mixtral-8x7B": (131_072, shape("Mixtral", "mixtral", (4096, 14336, 32, 32, 8, 32000), 32768, num_local_experts=8,
+        num_experts_per_tok=2)),
+    "Phi-4": (204_800, shape("Phi3", "phi3", (5120, 17920, 40, 40, 10, 100352), 16384, pad_token_id=100349)),
+    "GLM-4-9B": (40_960, shape("Glm4", "glm4", (4096, 13696, 40, 32, 2, 151552), 32768, head_dim=128,
+        partial_rotary_factor=0.5, pad_token_id=151329)),
+    "GLM-4-9B of 2024": (40_960, shape("Glm", "glm", (4096, 13696, 40, 32, 2, 151552), 131072, head_dim=128,
+        attention_bias=True)),
+    "Granite-3.1-8B": (163_840, shape("Granite", "granite", (4096, 12800, 40, 32, 8, 49155), 131072,
+        tie_word_embeddings=True)),
+    "OLMo-7B": (524_288, shape("Olmo", "olmo", (4096, 11008, 32, 32, 32, 50304), 2048)),
+    "OLMo-2-7B": (524_288, shape("Olmo2", "olmo2", (4096, 11008, 32, 32, 32, 100352), 4096, pad_token_id=100277)),
+    "SmolLM3-3B": (73_728, shape("SmolLM3", "smollm3", (2048, 11008, 36, 16, 4, 128256), 65536,
+        tie_word_embeddings=True)),
+    "StableLM-3B": (327_680, shape("StableLm", "stablelm", (2560, 6912, 32, 32, 32, 50304), 4096)),
 }  # fmt: skip
 MOE = {"moe_intermediate_size": 1408, "num_experts_per_tok": 4}
 UNCOUNTED = {
@@ -114,7 +90,7 @@ def spec_of(folder: Path, config: dict[str, Any]) -> ModelSpec:
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_counted_model_has_the_weights_of_transformers(tmp_path: Path, name: str) -> None:
-    config, kv_bytes = COUNTED[name]
+    kv_bytes, config = COUNTED[name]
     spec = spec_of(tmp_path, config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))

@@ -117,6 +117,7 @@ def test_a_profile_from_before_there_were_experts_is_one_of_a_model_without(file
         ({"block_size": "16"}, "'block_size' is '16'; expected int"),
         ({"block_size": 0}, "'block_size' is 0; expected from 1 to "),
         ({"captured_tokens": -1}, "'captured_tokens' is -1; expected from 0 to "),
+        ({"captured_tokens": 10**18}, "'captured_tokens' is 1000000000000000000; expected from 0 to "),
         ({"captured_decodes": None}, "'captured_decodes' is None; expected int"),
         ({"kv_dtype": 3}, "'kv_dtype' is 3; expected str or null"),
         ({"dtype": "int4"}, "'dtype' is 'int4'; expected one of float32, "),

@@ -128,6 +128,13 @@ def test_a_measured_mix_costs_what_was_measured():
     assert ends[0]["attention_decode"] < ends[1]["attention_decode"] < ends[2]["attention_decode"]
 
 
+def test_prompts_that_run_together_are_as_measured_as_the_one_with_the_most_attention():
+    few, many = PrefillChunk(0, 8), PrefillChunk(512, 128)  # the table has prompts of 16 tokens and more
+    assert ALL.origins(BatchShape(0, 0, (few,), 1))["attention_prefill"] == SCALED
+    for chunks in ((few, many), (many, few)):
+        assert ALL.origins(BatchShape(0, 0, chunks, 2))["attention_prefill"] == MEASURED
+
+
 # --- between, beyond, without ---
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -30,12 +31,13 @@ from experiments.capacity.search import Ask, Bracket, beside, search
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.identity import edited_since_import, identity_of
 from experiments.runs.run_folder import alone, write_json
-from experiments.wiring.foreign import check_importable
+from experiments.wiring.foreign import check_importable, named_classes
 from testbed.checks import require, require_whole
 from testbed.errors import ConfigError, RunFolderError, TestbedError
 
 IDENTITY, POINTS, _LOCK = "search.json", "points", ".lock"
 MIN_TOLERANCE, MAX_TOLERANCE = 0.001, 0.5
+_ONE_AT_A_TIME = threading.Lock()  # threads take turns: joblib's workers are the process's
 
 
 def find_capacity(
@@ -46,6 +48,7 @@ def find_capacity(
     overrides: as for `testbed capacity`: "scheduler=vllm_v1,sarathi", "slo.ttft_s=1", "seed=0,1". folder: stores every
     point; the same search continues there and simulates no point again. tolerance: relative distance of the bracket's
     ends. whole: no run is stopped early; the result is the same. Raises TestbedError with a message of one line.
+    Threads take turns.
     """
     is_good = MIN_TOLERANCE <= tolerance <= MAX_TOLERANCE
     require("tolerance", tolerance, is_good, f"from {MIN_TOLERANCE} to {MAX_TOLERANCE}")
@@ -61,7 +64,7 @@ def find_capacity(
     if target.exists() and not target.is_dir():
         raise RunFolderError(f"{target} is no folder; choose another --out")
     target.mkdir(parents=True, exist_ok=True)
-    with alone(target / _LOCK, target):
+    with _ONE_AT_A_TIME, alone(target / _LOCK, target):
         identity = _claim(target, arms, seeds)
         finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
         searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]
@@ -144,7 +147,7 @@ def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
 
 def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
     in_parallel = jobs if all(one.arm.is_simulated for one in searches) else 1  # an engine must not share the machine
-    if in_parallel > 1:
+    if in_parallel > 1 and any([*named_classes(one.arm.raw)] for one in searches):
         get_reusable_executor().shutdown()  # its workers, of an earlier call, hold the user's classes as they were then
     try:
         with (

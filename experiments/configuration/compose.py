@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -31,6 +32,8 @@ from testbed import errors
 from testbed.errors import ConfigError
 from testbed.foreign_text import not_yaml, unknown
 from testbed.specs.device import DeviceSpec
+
+_ONE_AT_A_TIME = threading.RLock()  # Hydra's state is the process's
 
 
 def compose_config(overrides: list[str], own: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
@@ -109,15 +112,16 @@ def hydra_app() -> Iterator[Any]:
     """Context in which `compose` reads our configuration; yields Hydra's app, which has `run` and `multirun`, and
     restores the caller's Hydra state afterwards."""
     register()
-    before = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_module("experiments.conf", version_base="1.3"):
-            yield GlobalHydra.instance().hydra
-    finally:
-        if before is not None:
-            GlobalHydra.instance().clear()
-            GlobalHydra.instance().initialize(before)
+    with _ONE_AT_A_TIME:
+        before = GlobalHydra.instance().hydra
+        GlobalHydra.instance().clear()
+        try:
+            with initialize_config_module("experiments.conf", version_base="1.3"):
+                yield GlobalHydra.instance().hydra
+        finally:
+            if before is not None:
+                GlobalHydra.instance().clear()
+                GlobalHydra.instance().initialize(before)
 
 
 def _missing(key: str) -> str:

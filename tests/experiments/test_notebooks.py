@@ -7,6 +7,7 @@ import linecache
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from experiments import find_capacity, simulate
+from experiments.capacity import study
 from experiments.configuration import compose
 from experiments.configuration.compose import _composed
 from experiments.runs import run as runs
@@ -115,6 +117,33 @@ def test_a_search_is_of_the_file_as_it_is_in_this_process_and_in_those_that_it_s
     assert few is not None
     assert many is not None
     assert many > 2 * few, "a worker of the first search has the old class"
+
+
+def test_threads_that_search_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A search ends the workers of the one before."""
+    _composed.cache_clear()
+    search = [item for item in BUSY if not item.startswith("scheduler")]
+    running, at_once, inside = study._run, [], set()
+
+    def watched(*given: Any) -> None:
+        inside.add(threading.get_ident())
+        at_once.append(len(inside))
+        running(*given)
+        inside.remove(threading.get_ident())
+
+    def found(name: str) -> float | None:
+        words = (*search, "slo.ttft_s=0.2", f"scheduler={name}")
+        return find_capacity(*words, folder=tmp_path / name, tolerance=0.5).found[0].capacity
+
+    monkeypatch.setattr(study, "_run", watched)
+    often = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            assert None not in list(pool.map(found, ("vllm_v1", "vllm_v0", "orca")))
+    finally:
+        sys.setswitchinterval(often)
+    assert at_once == [1, 1, 1]
 
 
 def test_an_interrupt_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

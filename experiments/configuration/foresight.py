@@ -18,26 +18,27 @@ from typing import Any
 _TELLING = re.compile(r"\.(forced_output|token_limit|foreseen_end|first_tokens|next_tokens|_content)\b")
 _OURS = ("testbed", "sim", "real", "experiments", "analysis", "builtins")
 _LIBRARY = sysconfig.get_path("stdlib")
+VALUES = (int, float, str, tuple, list, dict)  # two names may have one of these
 
 
 def foresight_of(*made: Any) -> str:
     """Returns the attribute by which these functions and classes, or other user code that they call, read the future
     length; empty if none does."""
-    return next((read[1] for source in sources_of(*made) if (read := _TELLING.search(source)) is not None), "")
+    return next((read[1] for _, source in reached(*made) if (read := _TELLING.search(source)) is not None), "")
 
 
-def sources_of(*made: Any) -> Iterator[str]:
-    """Yields the source of these functions and classes, and of other user code that they name. Follows names in the
-    same module and in modules that it imports; of a number or text there, its value."""
+def reached(*made: Any) -> Iterator[tuple[Any, str]]:
+    """Yields these functions and classes, and what they name, each with its source; "" if it is none of the user's, or
+    has none. Follows names in the same module and in modules that it imports."""
     todo, seen = list(made), set()
     packages = {_package(part) for one in made for part in (one, *_bases(one))}
     while todo:
         one = todo.pop()
-        if id(one) in seen:
+        if id(one) in seen and not isinstance(one, VALUES):
             continue
         seen.add(id(one))
-        if source := repr(one) if isinstance(one, int | float | str) else _own_source(one, packages):
-            yield source
+        source = _own_source(one, packages)
+        yield one, source
         module = sys.modules.get(str(getattr(one, "__module__", None)), sys)
         todo += [*_bases(one), *(_named(source, vars(module)) if source else ())]
 
@@ -66,14 +67,14 @@ def _own_source(one: Any, packages: set[str]) -> str:
 
 def _of_cell(one: Any) -> str:
     """Returns the source of a class that a notebook's cell defines, where its methods are from; empty for others."""
-    methods = [part for part in vars(one).values() if isinstance(part, FunctionType)] if isinstance(one, type) else []
-    for method in methods:
-        cell = "".join(linecache.getlines(method.__code__.co_filename))
+    parts = [getattr(part, "__func__", part) for part in vars(one).values()] if isinstance(one, type) else []
+    for method in (part for part in parts if isinstance(part, FunctionType)):
+        lines = linecache.getlines(method.__code__.co_filename)
         with suppress(SyntaxError):
-            nodes = [node for node in ast.walk(ast.parse(cell)) if isinstance(node, ast.ClassDef)]
-            for node in nodes:
-                if node.name == one.__name__:
-                    return ast.get_source_segment(cell, node) or ""
+            for node in ast.walk(ast.parse("".join(lines))):
+                if isinstance(node, ast.ClassDef) and node.name == one.__name__:
+                    first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
+                    return dedent("".join(lines[first - 1 : node.end_lineno]))
     return ""
 
 
@@ -84,7 +85,7 @@ def _named(source: str, there: dict[str, Any]) -> Iterator[Any]:
     except SyntaxError:  # a lambda in the middle of a line: its source is searched, but names in it are not followed
         nodes = []
     for node in nodes:
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield there.get(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module = there.get(node.value.id)

@@ -23,7 +23,7 @@ from typing import Any
 from xxhash import xxh64
 
 from experiments.configuration.config import FILE_KEYS, JUDGING, RunConfig
-from experiments.configuration.foresight import sources_of
+from experiments.configuration.foresight import VALUES, reached
 from experiments.configuration.own_class import imported
 from experiments.runs.environment import describe_versions, source_hash
 from experiments.wiring.foreign import is_foreign, named_classes
@@ -86,7 +86,7 @@ def edited_since_import(config: RunConfig) -> str:
         return ""
     return (
         f"{_RUNNING[edited[0]][1]} has changed since it was imported, and what runs is the old one; a new Python takes "
-        f"the new one, as does importlib.reload(sys.modules[{edited[0]!r}])"
+        f"the new one, as does importlib.reload(sys.modules[{edited[0]!r}]), then of each module that imports from it"
     )
 
 
@@ -187,12 +187,13 @@ def _of_running(name: str, file: Path) -> str:
 
 
 def _of_cell(target: str) -> str:
-    """Returns the hash of a class that a notebook's cell defines, with what it names there; "" if it has no source."""
+    """Returns the hash of a class that a notebook's cell defines, with the classes, functions and plain values that it
+    names there; "" if it has no source."""
     try:
-        sources = list(sources_of(imported("", target)))
+        found = [(one, source) for one, source in reached(imported("", target)) if source or isinstance(one, VALUES)]
     except ConfigError:
         return ""
-    return _of_tree(sources) if sources else ""
+    return _of_tree([source or repr(one) for one, source in found]) if found else ""
 
 
 def _modules(dotted: str) -> Iterator[tuple[str, Path]]:

@@ -59,7 +59,7 @@ def rewrite(home: Path, num: int) -> None:
 
 
 def test_a_class_of_a_cell_is_known_by_its_source_and_by_what_it_names(cell: Cell) -> None:
-    of_main = "def most():\n    return MAX\n\n\nMAX = 2\n"
+    of_main = "def most():\n    for _ in ():\n        pass\n    return MAX\n\n\nMAX = 2\n"
     cell(of_main + MINE.replace("2", "most()"))
     first = made_with("__main__.Cap")
     assert first["__main__.Cap"]
@@ -68,8 +68,32 @@ def test_a_class_of_a_cell_is_known_by_its_source_and_by_what_it_names(cell: Cel
     assert made_with("__main__.Cap") != first
     cell(of_main)
     assert made_with("__main__.Cap") == first
+    cell("_ = 'shown'")
+    assert made_with("__main__.Cap") == first, "a cell's output, which it does not read"
     cell(MINE.replace("2", "2 + most()"))
     assert made_with("__main__.Cap") != first
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("MAX = [2]\n" + MINE.replace("2", "MAX[0]"), "MAX = [3]"),
+        ("MAX = {'a': 2}\n" + MINE.replace("2", "MAX['a']"), "MAX = {'a': 3}"),
+        ("A, B, C = 2, 3, 3\n" + MINE.replace("2", "A * B + C"), "A, B, C = 2, 3, 2"),
+        (f"def of(n):\n    return lambda made: made\n\n\n@of(2)\n{MINE}", f"@of(3)\n{MINE}"),
+        (MINE.replace("    def", "    @staticmethod\n    def").replace("self, ", ""), None),
+    ],
+)
+def test_whatever_a_class_of_a_cell_is_made_of_tells_it_from_another(cell: Cell, text: str, other: str | None) -> None:
+    cell(text)
+    first = made_with("__main__.Cap")
+    cell(text.replace("2", "3") if other is None else other)
+    assert made_with("__main__.Cap") != first
+
+
+def test_a_text_that_names_what_no_scheduler_knows_is_no_foresight(cell: Cell) -> None:
+    cell(f"SAID = 'not by request.forced_output'\n{MINE.replace('2', 'len(SAID)')}")
+    made_with("__main__.Cap")
 
 
 def test_a_class_of_a_cell_that_knows_the_future_is_refused_and_one_beside_it_is_not(cell: Cell) -> None:
@@ -99,7 +123,7 @@ def test_other_processes_say_that_they_lack_the_classes_of_a_cell(cell: Cell) ->
 def test_a_run_is_of_the_file_as_it_was_imported_and_says_that_it_has_changed(home: Path) -> None:
     before = made_with("mine.Cap")
     rewrite(home, 3)
-    with pytest.warns(RuntimeWarning, match=r"mine\.py has changed since it was imported.*importlib\.reload"):
+    with pytest.warns(RuntimeWarning, match=r"mine\.py has changed since it was imported.*reload.*imports from it$"):
         assert made_with("mine.Cap") == before
     importlib.reload(sys.modules["mine"])
     assert made_with("mine.Cap") != before

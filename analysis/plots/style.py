@@ -117,9 +117,8 @@ def grid(
     if ax is not None:
         own = np.ravel(np.asarray(ax, dtype=object))
         if own.size != num_rows * num_columns or not all(isinstance(one, Axes) for one in own):
-            raise ConfigError(
-                f"ax is {shown(ax)}; this plot has {num_rows * num_columns} panels, and needs as many Axes"
-            )
+            panels = "1 panel" if num_rows * num_columns == 1 else f"{num_rows * num_columns} panels"
+            raise ConfigError(f"ax is {shown(ax)}; this plot has {panels}, and needs as many Axes")
         return cast(Figure, own[0].get_figure()), own.reshape(num_rows, num_columns)
     size: dict[str, Any] = {"figsize": (PHONE_IN if is_narrow else WIDTH_IN, height_in), "layout": "constrained"}
     if mpl.is_interactive():
@@ -150,9 +149,7 @@ def height(panels_in: float, num_columns: int, labels: Sequence[str], *, is_narr
 
 def only_axes(ax: Axes | None, height_in: float) -> Axes:
     """`ax`, or the axes of a new figure of a page's width. Call it inside `styled()`."""
-    if ax is not None:
-        return ax
-    _, ((axes,),) = grid(1, 1, height_in)
+    _, ((axes,),) = grid(1, 1, height_in, ax=ax)
     return cast(Axes, axes)
 
 

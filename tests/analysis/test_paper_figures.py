@@ -43,6 +43,11 @@ def test_plots_of_several_panels_draw_into_own_axes(sweep, kind):
         getattr(plots, kind)(drawn_of, ax=own[0, 0])
 
 
+def test_plots_of_one_panel_refuse_more_axes(sweep):
+    with pytest.raises(ConfigError, match=r"this plot has 1 panel, and needs as many Axes"):
+        plots.pareto(sweep, ax=Figure().subplots(1, 2))
+
+
 def test_what_is_drawn_into_own_axes_has_their_fonts(sweep):
     with mpl.rc_context({"font.family": "monospace", "font.size": 5.0}):
         axes = Figure().subplots(2, 3)

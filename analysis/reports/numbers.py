@@ -16,7 +16,8 @@ FILE = "comparisons.csv"
 
 
 def comparisons_frame(groups: Sequence[Compared]) -> pd.DataFrame:
-    """One row for each change that the page's tables have, in its order; its columns are in docs/sweeps.md."""
+    """One row for each change that the page's tables have, without main effects on one replicate. docs/sweeps.md has
+    its columns."""
     import pandas as pd  # not at the top: it is slow to import
 
     return pd.DataFrame([row for group in groups for row in _rows(group)])

@@ -42,6 +42,8 @@ SERVER = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
         ("NVIDIA GB300", "gb300"),
         ("Intel(R) Xeon(R) CPU", None),
         ("NVIDIA GT400", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA L40", None),
         ("NVIDIA GH200 480GB", None),
         ("Abacus", None),
     ],

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -17,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from experiments import find_capacity, simulate
+from experiments import api, find_capacity, replay, simulate
 from experiments.capacity import study
 from experiments.configuration import compose
 from experiments.configuration.compose import _composed
 from experiments.runs import run as runs
+from experiments.runs.interrupt import undisturbed
 from testbed.errors import ConfigError, RunFolderError
 from tests.experiments.capacity_kit import BUSY
 
@@ -105,6 +107,12 @@ def test_a_class_of_a_cell_that_knows_the_future_is_refused_and_one_beside_it_is
     made_with("__main__.Cap")
 
 
+def test_a_class_of_a_script_is_known_by_its_file(cell: Cell, home: Path) -> None:
+    cell(MINE)
+    vars(sys.modules["__main__"])["__file__"] = str(home / "mine.py")
+    assert made_with("__main__.Cap") == {"__main__": made_with("mine.Cap")["mine"]}
+
+
 def test_a_search_does_not_go_on_with_another_class_of_that_name(cell: Cell, tmp_path: Path) -> None:
     search = [item for item in BUSY if not item.startswith("scheduler")]
     search += ["slo.ttft_s=0.2", "scheduler.admission={_target_: __main__.Cap}"]
@@ -143,23 +151,33 @@ def test_a_search_is_of_the_file_as_it_is_in_this_process_and_in_those_that_it_s
     assert many > 2 * few, "a worker of the first search has the old class"
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[int]:
+    """How many threads were in the `_run` of the module, each time that one came."""
+    running, at_once, inside = vars(module)["_run"], [], set()
+
+    def run(*given: Any) -> Any:
+        inside.add(threading.get_ident())
+        at_once.append(len(inside))
+        time.sleep(0.01)
+        try:
+            return running(*given)
+        finally:
+            inside.remove(threading.get_ident())
+
+    monkeypatch.setattr(module, "_run", run)
+    return at_once
+
+
 def test_threads_that_search_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A search ends the workers of the one before."""
     _composed.cache_clear()
     search = [item for item in BUSY if not item.startswith("scheduler")]
-    running, at_once, inside = study._run, [], set()
-
-    def watched(*given: Any) -> None:
-        inside.add(threading.get_ident())
-        at_once.append(len(inside))
-        running(*given)
-        inside.remove(threading.get_ident())
+    at_once = watched(monkeypatch, study)
 
     def found(name: str) -> float | None:
         words = (*search, "slo.ttft_s=0.2", f"scheduler={name}")
         return find_capacity(*words, folder=tmp_path / name, tolerance=0.5).found[0].capacity
 
-    monkeypatch.setattr(study, "_run", watched)
     often = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -168,6 +186,14 @@ def test_threads_that_search_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_pat
     finally:
         sys.setswitchinterval(often)
     assert at_once == [1, 1, 1]
+
+
+def test_replays_and_simulations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_run", lambda *given: None)
+    at_once = watched(monkeypatch, api)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda call: call(TRACE), (simulate, replay) * 2))
+    assert at_once == [1, 1, 1, 1]
 
 
 def test_an_interrupt_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,7 +208,9 @@ def test_an_interrupt_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     with pytest.raises(KeyboardInterrupt):
         simulate(TRACE, folder=tmp_path / "run")
     monkeypatch.undo()
-    assert simulate(TRACE).is_complete
+    with undisturbed():
+        signal.raise_signal(signal.SIGINT)
+    assert simulate(TRACE).is_complete, "it came late in an earlier call"
 
 
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,14 @@ def test_plots_of_several_panels_draw_into_own_axes(sweep, kind):
     assert own[-1 if kind == "timeline" else 0, 0].get_legend_handles_labels()[1] == named
     with pytest.raises(ConfigError, match=r"this plot has . panels, and needs as many Axes"):
         getattr(plots, kind)(drawn_of, ax=own[0, 0])
+    with pytest.raises(ConfigError, match=r"and needs as many Axes"):
+        getattr(plots, kind)(drawn_of, ax=[None] * drawn.size)
+
+
+def test_each_column_of_a_timeline_has_the_limits_though_no_axis_is_shared(sweep):
+    upper, lower = plots.timeline(sweep, ax=Figure().subplots(2, 2))
+    assert [axes.get_ylim() for axes in upper] == [(0, 105)] * 2
+    assert all(float(tick).is_integer() for axes in lower for tick in axes.get_yticks())
 
 
 def test_plots_of_one_panel_refuse_more_axes(sweep):
@@ -50,11 +58,12 @@ def test_plots_of_one_panel_refuse_more_axes(sweep):
 
 def test_what_is_drawn_into_own_axes_has_their_fonts(sweep):
     with mpl.rc_context({"font.family": "monospace", "font.size": 5.0}):
-        axes = Figure().subplots(2, 3)
+        axes = Figure().subplots(3, 3)
         plots.batch_composition(sweep.runs[0], ax=axes[0, 0])
         plots.pareto(sweep, ax=axes[0, 1])
         plots.preemption_scatter(sweep, ax=axes[0, 2])
         plots.latency_cdf(sweep, ax=axes[1])
+        plots.gantt(sweep.runs[0], ax=axes[2, 0])
     texts = [text for one in axes.flat for text in one.findobj(mpl.text.Text)]
     assert {name for text in texts for name in text.get_fontfamily()} == {"monospace"}
 
@@ -65,8 +74,10 @@ def test_a_file_with_a_suffix_is_the_only_one_and_a_pdf_embeds_its_fonts(sweep, 
     content = pdf.read_bytes()
     assert b"/Subtype /Type0" in content
     assert b"/Subtype /Type3" not in content
+    assert not {b"/CreationDate", b"/Creator", b"/Producer"} & set(content.split())
     style.save(plots.latency_cdf(sweep), pdf)
     assert pdf.read_bytes() == content, "no date"
+    assert [file.name for file in style.save(plots.latency_cdf(sweep), tmp_path / "cdf.PNG")] == ["cdf.PNG"]
     assert [file.name for file in style.save(plots.latency_cdf(sweep), tmp_path / "run.v1")] == [
         "run.v1.png",
         "run.v1.svg",

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from analysis.reports.report import report_from_folders
 from experiments import api, find_capacity, replay, simulate
 from experiments.capacity import study
 from experiments.configuration import compose
@@ -60,11 +61,12 @@ def rewrite(home: Path, num: int) -> None:
     (home / "mine.py").write_text(f"{text}# {num}{' ' * num}\n")  # another size: byte code goes by it
 
 
-def test_a_class_of_a_cell_is_known_by_its_source_and_by_what_it_names(cell: Cell) -> None:
+def test_a_class_of_a_cell_is_known_by_its_source_and_by_what_it_names(cell: Cell, tmp_path: Path) -> None:
     of_main = "def most():\n    for _ in ():\n        pass\n    return MAX\n\n\nMAX = 2\n"
     cell(of_main + MINE.replace("2", "most()"))
-    first = made_with("__main__.Cap")
-    assert first["__main__.Cap"]
+    first = made_with("__main__.Cap", folder=tmp_path / "run")
+    page = report_from_folders([tmp_path / "run"], tmp_path / "report.html")
+    assert f"__main__.Cap(), file {first['__main__.Cap'][:8]}" in page.read_text()
     assert made_with("__main__.Cap") == first
     cell("MAX = 3")
     assert made_with("__main__.Cap") != first

@@ -163,7 +163,8 @@ def _class_files(target: str) -> dict[str, str]:
     root = file.parents[1] if file.name == "__init__.py" else file.parent
     todo = list(found.items())
     while todo:
-        for name in _imported(*todo.pop()):
+        importing, file = todo.pop()
+        for name in _imported(importing, file, _of_path(file)):
             for module, source in _modules(name):
                 is_beside = source.is_relative_to(root) and "site-packages" not in source.relative_to(root).parts
                 if module not in found and is_beside:
@@ -222,8 +223,9 @@ def _spec(name: str) -> ModuleSpec | None:
         return None
 
 
-def _imported(module: str, file: Path) -> list[str]:
-    """Returns the dotted names that a source file imports; none if it cannot be read or parsed."""
+@lru_cache(maxsize=4096)
+def _imported(module: str, file: Path, content: str) -> list[str]:
+    """Returns the dotted names that a source file imports; none if it cannot be read or parsed. content: its hash."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -35,6 +35,8 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
     values = {"_convert_": "all"} | node
     if "name" in node and "." not in key and "name" not in (parameters(target) or ()):
         del values["name"]
+    if said := _hides_own(target):
+        raise ConfigError(f"{key}: {said}")
     for name in _switches(target).intersection(values):
         require_type(f"{key}.{name}", values[name], bool)
     try:
@@ -51,11 +53,31 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
 
 def imported(key: str, target: str) -> Any:
     """Returns what a dotted name is of. Raises ConfigError if it cannot be imported."""
+    if said := _hides_own(target):
+        raise ConfigError(f"{key}={target}: {said}")
     try:
         return resolve_name(target)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever a user's module raises when it is imported)
         reason = missing_name(target) or told(error)
         raise ConfigError(f"{key}={target} cannot be imported ({reason}); mend it, or name another class") from None
+
+
+def _hides_own(target: str) -> str:
+    """Returns the error text if a module from elsewhere hides one of its name in this directory, which is searched
+    last; empty if none does, or if it is beside the script that runs."""
+    top = target.partition(".")[0]
+    own = next((file for file in (Path(f"{top}.py"), Path(top, "__init__.py")) if file.is_file()), None)
+    if own is None or top in ROOMS:
+        return ""
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):
+        return ""
+    there = Path((spec and spec.origin) or "Python's own")
+    is_script = there.parent == Path(sys.path[0]).absolute()
+    if is_script or (there.exists() and there.samefile(own)):
+        return ""
+    return f"{top!r} is a module that is there already ({there}), and comes first; give your {own} another name"
 
 
 def has_method(made: Any, name: str, key: str, target: str) -> bool:
@@ -81,9 +103,6 @@ def missing_name(target: str) -> str:
         return ""
     if module == "__main__":
         return f"what a script or a notebook's cell defines is in no other process; put it in a file, as mine.{name}"
-    file = str(getattr(there, "__file__", None) or "Python's own")
-    if os.path.exists(f"{top}.py") and os.path.abspath(f"{top}.py") != file:
-        return f"{module!r} is a module that is there already ({file}); give your {top}.py another name"
     made = [key for key, value in vars(there).items() if callable(value)]  # not the modules of a package
     return f"{module} has no {name!r}; {nearest(name, made)}".rstrip("; ")
 

@@ -98,9 +98,11 @@ def _ask_driver(query: str) -> str | None:
 
 @cache
 def _started(*command: str) -> subprocess.Popen[str] | None:
-    """Starts a command, once; None if there is no such program."""
+    """Starts a command, once; None if there is no such program. Without git's variables, which in a hook name another
+    repository."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
     except OSError:
         return None
 

@@ -34,10 +34,11 @@ from experiments.runs.run_folder import alone, write_json
 from experiments.wiring.foreign import check_importable, named_classes
 from testbed.checks import require, require_whole
 from testbed.errors import ConfigError, RunFolderError, TestbedError
+from testbed.foreign_text import shown
 
 IDENTITY, POINTS, _LOCK = "search.json", "points", ".lock"
 MIN_TOLERANCE, MAX_TOLERANCE = 0.001, 0.5
-_ONE_AT_A_TIME = threading.Lock()  # threads take turns: joblib's workers are the process's
+_ONE_AT_A_TIME = threading.RLock()  # threads take turns: joblib's workers are the process's
 
 
 def find_capacity(
@@ -54,6 +55,8 @@ def find_capacity(
     require("tolerance", tolerance, is_good, f"from {MIN_TOLERANCE} to {MAX_TOLERANCE}")
     require_whole("jobs", jobs, 1)
     target = require_path("folder", folder)
+    if other := [one for one in overrides if not isinstance(one, str)]:
+        raise ConfigError(f"find_capacity was given {shown(other[0])}; give overrides, as 'slo.ttft_s=1'")
     arms, seeds = parse(overrides)
     report = arms[0].raw["report"]
     baseline = find_arm(arms, report["baseline"]).name
@@ -64,7 +67,7 @@ def find_capacity(
     if target.exists() and not target.is_dir():
         raise RunFolderError(f"{target} is no folder; choose another --out")
     target.mkdir(parents=True, exist_ok=True)
-    with _ONE_AT_A_TIME, alone(target / _LOCK, target):
+    with alone(target / _LOCK, target), _ONE_AT_A_TIME:
         identity = _claim(target, arms, seeds)
         finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
         searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]

@@ -328,8 +328,7 @@ def _run_from(source: str, overrides: list[str]) -> int:
     with nullcontext() if is_other else repeating(Path(source)):
         result = _execute(config, folder, command, [*kept_in(Path(source)), *kept])
     is_moved = all(item.startswith(("overwrite=", "trace.path=")) for item in kept)
-    is_moved &= (before.get("trace") or {}).get("fingerprint") == result.manifest["trace"]["fingerprint"]
-    if (is_moved or not is_changed) and (said := same_decisions(Path(source), before, result.manifest)):
+    if is_moved and (said := same_decisions(Path(source), before, result.manifest)):
         print(said)
     _finish(result)
     return 0

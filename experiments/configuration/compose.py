@@ -59,7 +59,8 @@ def check_values(overrides: Sequence[str], *, is_sweep: bool = False) -> Keys:
     app could not apply. is_sweep: whether a key may have several values, all of which are checked."""
     keys = check(overrides, is_sweep=is_sweep)
     for point in covering(overrides, keys):
-        _laid(_chosen(point, keys), point, keys)
+        own = check(point)  # of several options only one has the file of which an error is
+        _laid(_chosen(point, own), point, own)
     return keys
 
 

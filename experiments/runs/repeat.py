@@ -32,11 +32,13 @@ def measured_anew(source: Path, before: dict[str, Any], config: RunConfig) -> st
 
 
 def same_decisions(source: Path, before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Returns a line on whether an unchanged repetition decided as the run in `source` did. before, after: their
-    manifests; "" if either is not complete."""
+    """Returns a line on whether a repetition, of which the trace's file may lie elsewhere, decided as the run in
+    `source` did. before, after: their manifests; "" if either is not complete."""
     if not before.get("status") == after["status"] == "complete" or None in (before["digest"], after["digest"]):
         return ""
     if before["digest"] == after["digest"]:
         return f"repeated     {source}: the same decisions, digest {after['digest']}"
     why = "the code or a file has changed" if after["backend"] == "sim" else "other step times"
+    if (before.get("trace") or {}).get("fingerprint") != after["trace"]["fingerprint"]:
+        why = "its trace is another"
     return f"repeated     {source}: other decisions ({why}), digest {after['digest']} and not {before['digest']}"

@@ -95,6 +95,8 @@ def test_an_option_of_a_users_config_folder_is_named_by_file_and_line(tmp_path, 
     file = option(tmp_path, "device/mine", f"defaults:\n  - _schema\n  - _self_\n\nname: mine\n{line}\n")
     error = say("run", "--config-dir", str(tmp_path), "device=mine", f"hydra.run.dir={tmp_path / 'run'}").error()
     assert f"{file}{':' if 'deeply' in message else ','} {message}" in error
+    option(tmp_path, "device/right", "defaults: [h100, _self_]\nmemory_bytes: 40000000000\nsource: mine\n")
+    assert error in say("run", "-m", "--config-dir", str(tmp_path), "device=mine,right").error()
 
 
 @pytest.mark.parametrize(

@@ -232,9 +232,7 @@ def test_a_run_of_a_file_is_repeated_from_anywhere(tmp_path: Path, monkeypatch: 
     say("fidelity", "../run").success()
 
 
-def test_a_run_is_the_same_where_its_file_lies_elsewhere_and_none_is_with_another_file(
-    tmp_path: Path, say: Say
-) -> None:
+def test_a_run_is_the_same_where_its_file_lies_elsewhere_and_not_with_another_file(tmp_path: Path, say: Say) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [{"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 4}])
     run = tmp_path / "run"
     say("run", *TINY, "trace=jsonl", f"trace.path={file}", f"hydra.run.dir={run}").success()
@@ -243,7 +241,7 @@ def test_a_run_is_the_same_where_its_file_lies_elsewhere_and_none_is_with_anothe
     assert f"repeated     {run}: the same decisions" in said
     moved.write_text(moved.read_text().replace("9", "90"))
     said = say("run", f"from={run}", f"trace.path={moved}", f"hydra.run.dir={tmp_path / 'b'}").success()
-    assert "repeated" not in said
+    assert f"repeated     {run}: other decisions (its trace is another)" in said
 
 
 # --- nothing is chance ---

@@ -218,6 +218,8 @@ def require_path(name: str, value: object) -> Path:
     """The argument `value`, called `name` in the error, as a Path. Raises ConfigError if it is not a path."""
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(f"{name} is {shown(value)}; give a path, as a string or a pathlib.Path")
+    if value == "":
+        raise ConfigError(f"{name} is empty; name one")
     return Path(value)
 
 

@@ -32,6 +32,7 @@ from testbed.traces.schema import Trace
 from testbed.traces.stream import StreamedTrace
 
 _ONE_AT_A_TIME = threading.RLock()  # threads take turns: Hydra's state and the log are the process's
+_TEMPORARY: set[Path] = set()  # folders that are deleted when Python exits
 TraceLike = Trace | str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
 
@@ -87,20 +88,26 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
         warnings.warn(edited, RuntimeWarning, stacklevel=3)
     was_pressed()  # forgets what came late in an earlier call
     result = execute(config, target, command=command, origin=Origin.of(overrides), trace=rows)
-    if was_pressed() or result.exit_status == INTERRUPTED:
-        raise KeyboardInterrupt(result.message)
-    if result.status != "complete":
-        raise TestbedError(result.message)
+    is_interrupted = was_pressed() or result.exit_status == INTERRUPTED
+    if is_interrupted or result.status != "complete":
+        _TEMPORARY.discard(target.parent)  # the message says that the results so far are there
+        raise KeyboardInterrupt(result.message) if is_interrupted else TestbedError(result.message)
     for sentence in [*([result.message] if result.message else []), *failures(result.summary["checks"])]:
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)
     return Run(result.folder, result.config, result.manifest)
 
 
 def _until_the_end() -> Path:
-    """Returns a new temporary run folder, deleted when Python exits."""
-    made = tempfile.mkdtemp(prefix="testbed-")
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return Path(made, "run")
+    """Returns a new temporary run folder, deleted when Python exits, unless the run is partial."""
+    made = Path(tempfile.mkdtemp(prefix="testbed-"))
+    _TEMPORARY.add(made)
+    return made / "run"
+
+
+@atexit.register
+def _delete_temporary() -> None:
+    for folder in _TEMPORARY:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> Trace:

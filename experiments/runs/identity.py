@@ -80,13 +80,15 @@ def edited_since_import(config: RunConfig) -> str:
     for _, target in named_classes(config.raw):
         with suppress(ConfigError):  # the error comes where the class is made
             imported("", target)
-    made = _classes_in(config.raw)
-    edited = [name for name in made if name in _RUNNING and _of_path(_RUNNING[name][1]) != made[name]]
+    running = [(name, *_RUNNING[name][1:]) for name in _classes_in(config.raw) if name in _RUNNING]
+    edited = [(name, file, now) for name, file, then in running if (now := _of_path(file)) != then]
     if not edited:
         return ""
-    return (
-        f"{_RUNNING[edited[0]][1]} has changed since it was imported, and what runs is the old one; a new Python takes "
-        f"the new one, as does importlib.reload(sys.modules[{edited[0]!r}]), then of each module that imports from it"
+    name, file, now = edited[0]
+    return (  # `now` is told as Python shows a warning of one text once
+        f"{file} has changed since it was imported (to {now[:8] or 'nothing'}), and what runs is the old one; a new "
+        f"Python takes the new one, as does importlib.reload(sys.modules[{name!r}]), then of each module that imports "
+        "from it"
     )
 
 

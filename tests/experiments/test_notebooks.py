@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import linecache
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -23,7 +24,9 @@ from experiments import api, find_capacity, replay, simulate
 from experiments.capacity import study
 from experiments.configuration import compose
 from experiments.configuration.compose import _composed
+from experiments.configuration.own_class import imported
 from experiments.runs import run as runs
+from experiments.runs.identity import _of_path as hash_of
 from experiments.runs.interrupt import undisturbed
 from testbed.errors import ConfigError, RunFolderError
 from tests.experiments.capacity_kit import BUSY
@@ -135,8 +138,26 @@ def test_a_run_is_of_the_file_as_it_was_imported_and_says_that_it_has_changed(ho
     rewrite(home, 3)
     with pytest.warns(RuntimeWarning, match=r"mine\.py has changed since it was imported.*reload.*imports from it$"):
         assert made_with("mine.Cap") == before
+    rewrite(home, 4)
+    with pytest.warns(RuntimeWarning, match=rf"changed since it was imported \(to {hash_of(home / 'mine.py')[:8]}\)"):
+        made_with("mine.Cap")  # another text: Python shows one of them once
     importlib.reload(sys.modules["mine"])
     assert made_with("mine.Cap") != before
+
+
+def test_a_module_from_elsewhere_does_not_take_the_place_of_ones_own(
+    home: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "mine.py").write_text(MINE)
+    monkeypatch.setattr(sys, "path", ["/bin", str(elsewhere), *sys.path])
+    said = rf"^scheduler.admission: 'mine' is a module that is there already \({elsewhere}/mine.py\), and comes first; "
+    with pytest.raises(ConfigError, match=said):
+        made_with("mine.Cap")
+    with pytest.raises(ConfigError, match="comes first"):
+        imported("victim", "mine.Cap")
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    made_with("mine.Cap")  # beside the script that runs
 
 
 def test_a_search_is_of_the_file_as_it_is_in_this_process_and_in_those_that_it_starts(home: Path) -> None:
@@ -213,6 +234,19 @@ def test_an_interrupt_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     with undisturbed():
         signal.raise_signal(signal.SIGINT)
     assert simulate(TRACE).is_complete, "it came late in an earlier call"
+
+
+def test_what_is_kept_of_a_run_without_a_folder_is_where_its_message_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_TEMPORARY", set())  # without those of other tests
+    done = simulate(TRACE).path
+    monkeypatch.setattr(runs, "_drive", lambda *_: KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt, match="partial results kept in ") as told:
+        simulate(TRACE)
+    kept = Path(str(told.value).rpartition(" kept in ")[2])
+    api._delete_temporary()  # as when Python exits
+    assert not done.exists()
+    assert (kept / "requests.parquet").exists()
+    shutil.rmtree(kept.parent)
 
 
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

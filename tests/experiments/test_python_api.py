@@ -19,7 +19,7 @@ import analysis
 from analysis.load import load_run
 from experiments import find_capacity, replay, simulate
 from experiments.configuration.compose import _composed, compose_raw
-from testbed.errors import TestbedError
+from testbed.errors import ConfigError, TestbedError
 from testbed.traces.generators import SyntheticConfig, generate
 from tests.experiments.kit import TINY, Say, manifest_of, trace_of, write_rows
 
@@ -114,6 +114,10 @@ def test_bad_input_raises_one_line(tmp_path: Path) -> None:
     for folder in (tmp_path / "one.csv", tmp_path / "one.csv" / "x"):
         with pytest.raises(TestbedError, match=f"folder is {folder}: "):
             simulate(ROWS, folder=folder, **SMALL)
+    with pytest.raises(ConfigError, match=r"^folder is empty; name one$"):
+        simulate(ROWS, folder="", **SMALL)
+    with pytest.raises(ConfigError, match=r"^find_capacity was given \['slo.ttft_s=1'\]; give overrides, as 'slo\."):
+        find_capacity(["slo.ttft_s=1"], folder=tmp_path / "searched")
 
 
 def test_replay_runs_the_engine(tmp_path: Path) -> None:

@@ -24,24 +24,25 @@ def say(capsys: pytest.CaptureFixture[str]) -> kit.Say:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory, which is the present one."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory, which is the present one. Modules in it are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture
-def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(request: pytest.FixtureRequest, here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory of the user's, the present one, with `mine.py` in it: the MINE of the tests' file. It is found before
     the `mine.py` that the README has one write, which may lie in the repository."""
-    (tmp_path / "mine.py").write_text(request.module.MINE)
-    monkeypatch.chdir(tmp_path)
-    others = [entry for entry in sys.path if entry not in ("", str(tmp_path), str(ROOT))]
-    monkeypatch.setattr(sys, "path", [*others, str(tmp_path), str(ROOT)])
-    yield tmp_path
-    for name, module in [*sys.modules.items()]:
-        if name == "mine" or (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
+    (here / "mine.py").write_text(request.module.MINE)
+    others = [entry for entry in sys.path if entry not in ("", str(here), str(ROOT))]
+    monkeypatch.setattr(sys, "path", [*others, str(here), str(ROOT)])
+    yield here
+    sys.modules.pop("mine", None)
 
 
 @pytest.fixture

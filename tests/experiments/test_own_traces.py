@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -114,12 +113,10 @@ def batches():
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine_traces.py").write_text(MINE)
-    monkeypatch.delitem(sys.modules, "mine_traces", raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def home(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (here / "mine_traces.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(here))
+    return here
 
 
 def simulated(name: str, **more: object) -> Any:

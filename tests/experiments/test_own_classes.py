@@ -267,8 +267,8 @@ def test_a_cost_model_and_a_trace_from_python(home: Path, say: Say) -> None:
         simulate(trace, cost=cost | {"base_us": -1})
     with pytest.raises(ConfigError, match="A class of your own goes by its name"):
         simulate(trace, cost=cost | {"base_us": object()})
-    with pytest.raises(ConfigError, match=r"as \{'_target_': 'pathlib.Path'\}"):
-        simulate(trace, cost=cost | {"base_us": Path})
+    with pytest.raises(ConfigError, match=r"as \{'_target_': 'testbed.core.request.Request'\}"):
+        simulate(trace, cost=cost | {"base_us": Request})
 
 
 FAILS = """

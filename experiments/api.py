@@ -6,7 +6,6 @@ import atexit
 import shlex
 import shutil
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
@@ -15,7 +14,7 @@ from typing import Any
 
 from analysis.load import Run, require_path
 from analysis.measures.checks import failures
-from experiments.configuration.compose import compose_config, to_overrides
+from experiments.configuration.compose import ONE_AT_A_TIME, compose_config, to_overrides
 from experiments.configuration.config import CLASSES
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.options import options
@@ -31,7 +30,6 @@ from testbed.traces.readers import read_trace
 from testbed.traces.schema import Trace
 from testbed.traces.stream import StreamedTrace
 
-_ONE_AT_A_TIME = threading.RLock()  # threads take turns: Hydra's state and the log are the process's
 _TEMPORARY: set[Path] = set()  # folders that are deleted when Python exits
 TraceLike = Trace | str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
@@ -49,7 +47,7 @@ def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **s
     given = settings.get("backend", "sim")
     if (given.get("name") if isinstance(given, Mapping) else given) in ("real", "vllm"):
         raise ConfigError(f"simulate runs no engine, and backend is {shown(given)}; call replay, or leave it out")
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         return _run(trace, folder, {"backend": "sim", **settings})
 
 
@@ -59,7 +57,7 @@ def replay(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **set
     backend = {"name": given} if isinstance(given, str) else given
     if not isinstance(backend, Mapping) or backend.get("name") == "sim":
         raise ConfigError(f"replay runs an engine, and backend is {shown(given)}; call simulate, or leave it out")
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         return _run(trace, folder, {"backend": {"name": "real", **backend}, **settings})
 
 
@@ -89,8 +87,9 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
     was_pressed()  # forgets what came late in an earlier call
     result = execute(config, target, command=command, origin=Origin.of(overrides), trace=rows)
     is_interrupted = was_pressed() or result.exit_status == INTERRUPTED
-    if is_interrupted or result.status != "complete":
+    if result.status != "complete":
         _TEMPORARY.discard(target.parent)  # the message says that the results so far are there
+    if is_interrupted or result.status != "complete":
         raise KeyboardInterrupt(result.message) if is_interrupted else TestbedError(result.message)
     for sentence in [*([result.message] if result.message else []), *failures(result.summary["checks"])]:
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)

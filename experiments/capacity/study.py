@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -28,6 +27,7 @@ from experiments.capacity.arms import Arm, parse
 from experiments.capacity.found import Capacity, Found, Replicate, mean_bracket
 from experiments.capacity.points import point_name, read_point, run_point
 from experiments.capacity.search import Ask, Bracket, beside, search
+from experiments.configuration.compose import ONE_AT_A_TIME
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.identity import edited_since_import, identity_of
 from experiments.runs.run_folder import alone, write_json
@@ -38,7 +38,6 @@ from testbed.foreign_text import shown
 
 IDENTITY, POINTS, _LOCK = "search.json", "points", ".lock"
 MIN_TOLERANCE, MAX_TOLERANCE = 0.001, 0.5
-_ONE_AT_A_TIME = threading.RLock()  # threads take turns: joblib's workers are the process's
 
 
 def find_capacity(
@@ -67,7 +66,7 @@ def find_capacity(
     if target.exists() and not target.is_dir():
         raise RunFolderError(f"{target} is no folder; choose another --out")
     target.mkdir(parents=True, exist_ok=True)
-    with alone(target / _LOCK, target), _ONE_AT_A_TIME:
+    with alone(target / _LOCK, target), ONE_AT_A_TIME:
         identity = _claim(target, arms, seeds)
         finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
         searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]

@@ -33,7 +33,7 @@ from testbed.errors import ConfigError
 from testbed.foreign_text import not_yaml, unknown
 from testbed.specs.device import DeviceSpec
 
-_ONE_AT_A_TIME = threading.RLock()  # Hydra's state is the process's
+ONE_AT_A_TIME = threading.RLock()  # threads take turns: Hydra's state, the log and joblib's workers are the process's
 
 
 def compose_config(overrides: list[str], own: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
@@ -113,7 +113,7 @@ def hydra_app() -> Iterator[Any]:
     """Context in which `compose` reads our configuration; yields Hydra's app, which has `run` and `multirun`, and
     restores the caller's Hydra state afterwards."""
     register()
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         before = GlobalHydra.instance().hydra
         GlobalHydra.instance().clear()
         try:

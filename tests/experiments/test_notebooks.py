@@ -228,8 +228,13 @@ def test_an_interrupt_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         closing(self)
 
     monkeypatch.setattr(runs.engines.RunRecords, "close", pressed)
-    with pytest.raises(KeyboardInterrupt):
-        simulate(TRACE, folder=tmp_path / "run")
+    monkeypatch.setattr(api, "_TEMPORARY", set())
+    for folder in (tmp_path / "run", None):
+        with pytest.raises(KeyboardInterrupt):
+            simulate(TRACE, folder=folder)
+    assert len(api._TEMPORARY) == 1, "of a complete run nothing is kept that no message names"
+    for made in api._TEMPORARY:
+        shutil.rmtree(made)
     monkeypatch.undo()
     with undisturbed():
         signal.raise_signal(signal.SIGINT)

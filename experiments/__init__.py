@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from experiments.api import replay, simulate
     from experiments.capacity import find_capacity
     from experiments.text import LLM
+    from real.text.sampling import SamplingParams
 
 _PLACES = {  # imported on first access: pandas and the engine are not loaded for commands that do not need them
     "LLM": "experiments.text",
+    "SamplingParams": "real.text.sampling",
     "find_capacity": "experiments.capacity",
     "replay": "experiments.api",
     "simulate": "experiments.api",
 }
-__all__ = ["LLM", "find_capacity", "replay", "simulate"]
+__all__ = ["LLM", "SamplingParams", "find_capacity", "replay", "simulate"]
 
 
 def _put_ours_first() -> None:

@@ -1,7 +1,7 @@
 """The real engine: runs the core's plans with a model on CUDA or on the CPU. It knows nothing of the simulator.
 
-`from experiments import LLM` creates an engine that generates text; the classes of its sampling parameters and outputs
-are exported here. Importing `real` does not load torch.
+`from experiments import LLM, SamplingParams` generates text; the classes of its outputs are exported here. Importing
+`real` does not load torch.
 
 `driver` answers the loop's commands in real time (`clocks`). `backend.RealBackend` is one engine: `runner` turns a plan
 into tensors (`batch`, `block_tables`, `staging`) and runs a model of `models/` over the KV of `cache_engine`, by replay

@@ -99,12 +99,30 @@ def note_replaced(tables: Tables, copied: set[int], block_size: int, *, by_hits_
 def note_shared(tables: Tables, block_size: int) -> None:
     """On the CPU: those in blocks that others have too, where a victim's is written over the equal one. Members that go
     together share what is theirs."""
-    held: dict[int, list[tuple[Member, int]]] = {}
+    for holders in _holders(tables, block_size).values():
+        if len({member.unit[0].seq_id for member, _ in holders}) > 1:
+            _note(holders)
+
+
+def note_brought(tables: Tables, brought: set[int], block_size: int) -> None:
+    """On the GPU: those in blocks that a swap-in writes, if any who has one has it from a hit or a merge, which may be
+    written over the equal one."""
+    held = _holders(tables, block_size)
+    for holders in [held[block] for block in brought & held.keys()]:
+        if any(span.start < member.num_hit or span.start in member.merged for member, span in holders):
+            _note(holders)
+
+
+def _holders(tables: Tables, block_size: int) -> dict[int, list[tuple[Member, range]]]:
+    """Who has a block, and as which positions."""
+    held: dict[int, list[tuple[Member, range]]] = {}
     for member, table in tables:
         for index, block in enumerate(table):
             if block >= 0:
-                held.setdefault(block, []).append((member, index))
-    for holders in held.values():
-        if len({member.unit[0].seq_id for member, _ in holders}) > 1:
-            for member, index in holders:
-                member.merged.update(range(index * block_size, (index + 1) * block_size))
+                held.setdefault(block, []).append((member, range(index * block_size, (index + 1) * block_size)))
+    return held
+
+
+def _note(holders: list[tuple[Member, range]]) -> None:
+    for member, span in holders:
+        member.merged.update(span)

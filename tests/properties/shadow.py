@@ -17,7 +17,17 @@ from testbed.core.sequence import Sequence
 from tests.properties.device import Device
 from tests.properties.draws import draw
 from tests.properties.laws import check_admissions, check_budgets, check_finished, check_shape, check_steps_of_their_own
-from tests.properties.members import ENDED, RUNNING, SWAPPED, WAITING, Job, Member, note_replaced, note_shared
+from tests.properties.members import (
+    ENDED,
+    RUNNING,
+    SWAPPED,
+    WAITING,
+    Job,
+    Member,
+    note_brought,
+    note_replaced,
+    note_shared,
+)
 from tests.properties.setups import EOS, Setup
 
 
@@ -298,6 +308,7 @@ class Shadow:
         on_gpu = [(member, seqs[member.seq_id].block_table) for member in self.members.values()]
         in_chunks = self.setup.composition in ("unified", "decode_first", "prefill_decode_split")
         note_replaced(on_gpu, copied, self.setup.block_size, by_hits_only=not in_chunks)
+        note_brought(on_gpu, {target for _, target in plan.swap_in}, self.setup.block_size)
         if in_chunks:
             on_cpu = [(member, seqs[member.seq_id].cpu_table) for member in self.members.values()]
             note_shared(on_cpu, self.setup.block_size)

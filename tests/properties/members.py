@@ -85,13 +85,11 @@ class Job:
 Tables = list[tuple[Member, list[int]]]
 
 
-def note_replaced(tables: Tables, copied: set[int], block_size: int, *, by_hits_only: bool) -> None:
-    """Positions in blocks that took the place of the own ones, but by copies. by_hits_only: in those that members have
-    from hits."""
-    of_hits = {block for member, table in tables for block in table[: member.num_hit // block_size]}
+def note_replaced(tables: Tables, copied: set[int], block_size: int, claimed: set[int] | None) -> None:
+    """Positions in blocks that took the place of the own ones, but by copies. claimed: in no others than these."""
     for member, table in tables:
         for index, (before, now) in enumerate(zip(member.table, table, strict=False)):
-            if before != now and now not in copied and (not by_hits_only or now in of_hits):
+            if before != now and now not in copied and (claimed is None or now in claimed):
                 member.merged.update(range(index * block_size, (index + 1) * block_size))
         member.table = table[:]
 

@@ -48,6 +48,7 @@ class Shadow:
         self._doomed: list[Member] = []  # ended by the plan in flight
         self._recomputed: list[Member] = []  # by it, until they are apart
         self._is_reset = False  # what was computed is lost with the next plan
+        self._claimed: set[int] = set()  # blocks that members had from hits, until the first slot is written
         self.lost: list[Member] = []  # whom that one has put back into the queue
         rules = setup.rules
         self._reads_own_step = rules.hits_visible != "commit"
@@ -301,17 +302,22 @@ class Shadow:
 
     def _note_merges(self, plan: BatchPlan) -> None:
         """Where a hit may cover what is not computed (the quirk of vLLM 0.8.5), so may a block that is merged into: any
-        where prompts come in chunks, else one that a member has from such a hit."""
+        where prompts come in chunks, else one that a member has, or had, from such a hit."""
         if self._trusts_hits:
             return
-        copied, seqs = {target for _, target in plan.copies}, self._sequences()
+        copied, seqs, size = {target for _, target in plan.copies}, self._sequences(), self.setup.block_size
         on_gpu = [(member, seqs[member.seq_id].block_table) for member in self.members.values()]
         in_chunks = self.setup.composition in ("unified", "decode_first", "prefill_decode_split")
-        note_replaced(on_gpu, copied, self.setup.block_size, by_hits_only=not in_chunks)
-        note_brought(on_gpu, {target for _, target in plan.swap_in}, self.setup.block_size)
+        self._claimed.update(block for member, table in on_gpu for block in table[: member.num_hit // size])
+        note_replaced(on_gpu, copied, size, None if in_chunks else self._claimed)
+        note_brought(on_gpu, {target for _, target in plan.swap_in}, size)
         if in_chunks:
             on_cpu = [(member, seqs[member.seq_id].cpu_table) for member in self.members.values()]
-            note_shared(on_cpu, self.setup.block_size)
+            note_shared(on_cpu, size)
+        for row in plan.scheduled:
+            self._claimed.difference_update(
+                row.block_table[-(-row.start // size) : -(-(row.start + row.num_tokens) // size)]
+            )
 
     def _prefixes(self, seq_id: int) -> list[int]:
         return self.members[seq_id].prefixes

@@ -12,7 +12,7 @@ from testbed.errors import ConfigError
 
 
 class AllocStatus(Enum):
-    """Whether a sequence can be admitted or swapped: now, later, or never."""
+    """Whether a sequence can be admitted or swapped in: now, later, or never."""
 
     OK = auto()
     LATER = auto()

@@ -88,15 +88,13 @@ class Swapping:
 
     # --- out ---
 
-    def can_swap_out(self, unit: Unit) -> AllocStatus:
-        """Whether the CPU pool has room for these sequences. NEVER: they need more blocks than the whole pool."""
+    def can_swap_out(self, unit: Unit) -> bool:
+        """Whether the CPU pool has room for these sequences."""
         num_blocks = num_distinct([one.block_table for one in unit])
         if not self._counts_all:
             on_cpu = [self._cpu.num_held(one, self._prefixes.num_merged_blocks(one)) for one in unit]
             num_blocks = sum([self._num_counted(one, one.block_table) for one in unit]) - sum(on_cpu)
-        if num_blocks > self._cpu.pool.num_blocks:
-            return AllocStatus.NEVER
-        return AllocStatus.OK if num_blocks <= self._cpu.pool.num_free else AllocStatus.LATER
+        return num_blocks <= self._cpu.pool.num_free
 
     def swap_out(self, unit: Unit) -> tuple[Pair, ...]:
         """Moves the blocks of these sequences to the CPU; returns the (GPU, CPU) pairs to copy."""

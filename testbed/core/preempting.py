@@ -5,7 +5,6 @@ Owns the lists of these sequences; releases their blocks through the block manag
 
 from __future__ import annotations
 
-from testbed.blocks.demand import AllocStatus
 from testbed.blocks.kv_sequence import num_distinct
 from testbed.blocks.manager import BlockManager
 from testbed.core.batch import Batch
@@ -46,7 +45,7 @@ class Preempting:
         wants_swap = (wish is PreemptionMode.SWAP and seq.num_computed_tokens > 0) or _is_search(seq)
         # its table may hold merged blocks of this step, which other rows compute only after the swap-out
         can_swap = not (was_scheduled and blocks.prefixes.merged is not None)
-        if wants_swap and can_swap and blocks.swapping.can_swap_out(seq.together) is AllocStatus.OK:
+        if wants_swap and can_swap and blocks.swapping.can_swap_out(seq.together):
             self._swap_out(seq, whose)
         else:
             self._recompute(seq, whose)

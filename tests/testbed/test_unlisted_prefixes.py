@@ -20,6 +20,7 @@ from testbed.blocks.prefixes import PrefixHit
 from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import NoOracle
+from tests.properties.policies import Prices
 from tests.testbed.core_kit import make_blocks, make_limits, make_request
 from tests.testbed.kv_kit import compute, num_hit, sequence
 
@@ -55,7 +56,7 @@ class World:
             key_source=self.keys, sliding_window=rng.choice((None, None, 5)),
         )  # fmt: skip
         if hasattr(eviction, "bind"):
-            eviction.bind(PolicyContext(self.blocks, make_limits(), NoOracle(), None, 0))
+            eviction.bind(PolicyContext(self.blocks, make_limits(), NoOracle(), Prices(), 0))
         self.num_tokens = rng.choice((2, 2, 4))  # different ones: the fewer, the more is shared
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
@@ -155,7 +156,7 @@ class World:
             self.blocks.forget(seq)
 
     def swap_out(self, seq: Sequence) -> None:
-        if self.blocks.swapping.can_swap_out(seq.together) is AllocStatus.OK:
+        if self.blocks.swapping.can_swap_out(seq.together):
             self.seen.append(self.blocks.swapping.swap_out(seq.together))
             self.running.remove(seq)
             self.swapped.append(seq)

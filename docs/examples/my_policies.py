@@ -16,7 +16,7 @@ from sim.cost.context import CostContext
 from testbed.blocks.demand import AllocStatus
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.core.composition import Composition
-from testbed.core.interfaces import AdmissionPolicy, Estimator, PreemptionChoice, VictimChoice, WaitingQueue
+from testbed.core.interfaces import AdmissionPolicy, PreemptionChoice, VictimChoice, WaitingQueue
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, BlockedBy, PreemptionMode, PrefillChunk
 from testbed.core.request import Request
@@ -109,20 +109,11 @@ class TenantRate:
 class CheapestToRecompute:
     """A victim choice: what takes the least time to compute again, by the run's cost model; the newest among equals."""
 
-    def __init__(self) -> None:
-        self._estimator: Estimator | None = None
-
     def bind(self, context: PolicyContext) -> None:
-        self._estimator = context.estimator
+        self._recompute_ns = context.estimator.recompute_ns
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
-        return min(running.values(), key=lambda seq: (self._cost(seq), -seq.seq_id))
-
-    def _cost(self, seq: Sequence) -> int:
-        num_tokens = seq.num_computed_tokens
-        if self._estimator is None or num_tokens == 0:
-            return num_tokens
-        return self._estimator.recompute_ns(0, num_tokens)
+        return min(running.values(), key=lambda seq: (self._recompute_ns(0, seq.num_computed_tokens), -seq.seq_id))
 
 
 class SwapWhatIsLarge:
@@ -317,7 +308,6 @@ class BoundedSteps:
         self._of, self._max_ns, self._min_chunk = of, int(max_step_ms * 1e6), min_chunk
 
     def bind(self, context: PolicyContext) -> None:
-        assert context.estimator is not None  # a run with a class of one's own has step times
         self._step_ns = context.estimator.step_ns
         bind(self._of, context)
 

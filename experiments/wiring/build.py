@@ -264,7 +264,7 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
 
 
 def build_estimator(config: RunConfig) -> CostEstimator:
-    return CostEstimator(estimator_name(config), build_cost(_priced_as(config)))
+    return CostEstimator(build_cost(_priced_as(config)))
 
 
 def estimator_name(config: RunConfig) -> str:

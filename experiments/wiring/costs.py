@@ -300,8 +300,7 @@ def _calibration(file: str, modified_ns: int) -> Calibration:
 class CostEstimator:
     """`testbed.core.interfaces.Estimator` over a cost model: every estimate is the time of a separate step."""
 
-    def __init__(self, name: str, cost: CostModel) -> None:
-        self.name = name
+    def __init__(self, cost: CostModel) -> None:
         self._cost = cost
 
     def step_ns(self, shape: BatchShape) -> int:

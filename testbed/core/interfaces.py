@@ -75,7 +75,8 @@ class WaitingQueue(Protocol):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Sequence]: ...
 
-    # Optional methods, looked up once, when the scheduler is built; `bind`, `served` and `left` of any policy:
+    # Optional methods, looked up once, when the scheduler is built; `bind` of any policy, `served` and `left` of any
+    # but eviction:
     #   bind(context: PolicyContext)       receives the block manager (for prefix lookups), the length oracle, the seed
     #   rank(seq, now_ns) -> Any           a sort key, also for running sequences; the smallest is served first
     #   served(seq, num_tokens, num_emitted, now_ns)  called after each step for each live sequence of its batch and for
@@ -124,10 +125,7 @@ class VictimChoice(Protocol):
 
 
 class Estimator(Protocol):
-    """Predicted times in integer ns, for policies. The same object in simulator and engine; the manifest names it."""
-
-    @property
-    def name(self) -> str: ...
+    """Predicted times in integer ns, for policies, in simulator and engine alike; the manifest names it."""
 
     def step_ns(self, shape: BatchShape) -> int:
         """Time of a step of this shape, as a composition may ask of what it could schedule."""

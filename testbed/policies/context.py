@@ -26,12 +26,12 @@ class LengthOracle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """blocks: read only (`lookup`, counts). seed: the run's seed. estimator: None without a cost model."""
+    """blocks: read only (`lookup`, counts). seed: the run's seed."""
 
     blocks: BlockManager
     limits: Limits
     oracle: LengthOracle
-    estimator: Estimator | None
+    estimator: Estimator
     seed: int
 
     def content_key(self, block: int, depth: int) -> int | None:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 from mypy_extensions import mypyc_attr
 
 from testbed.blocks.eviction import Evictor
-from testbed.checks import require_whole
-from testbed.foreign_text import Unchecked
+from testbed.core.interfaces import Estimator
 from testbed.lazy_heap import LazyHeap
-
-
-class RecomputePrices(Protocol):
-    """The part of an estimator (testbed.core.interfaces.Estimator) that this policy uses."""
-
-    def recompute_ns(self, start: int, num_tokens: int) -> int: ...
+from testbed.policies.context import PolicyContext
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -27,19 +19,15 @@ class CostAware(Evictor):
     The block of the lowest priority is evicted, and the inflation is set to that priority, so that blocks no longer in
     use fall behind even if they were expensive (Cherkasova 1998; all blocks have the same size).
 
-    The cost is the estimator's time in ns to compute the block's tokens after their context. Without an estimator it is
-    token_cost + context_cost x context for each token, as the work of dense layers and of attention grows. With the
-    defaults, a context of 8,192 tokens doubles a token's work; in a dense model, one of about 6 x the hidden size does.
+    The cost is the estimator's time in ns to compute the block's tokens after their context.
 
     A block is useless without the blocks before it, so a block is worth at least as much as the deeper neighbour that
-    was released just before it. Equal priorities go in order of release, deepest first. ConfigError for invalid costs.
+    was released just before it. Equal priorities go in order of release, deepest first.
     """
 
-    def __init__(self, token_cost: Unchecked = 8192, context_cost: Unchecked = 1) -> None:
-        self._token_cost = require_whole("cache.eviction.token_cost", token_cost, 1)
-        self._context_cost = require_whole("cache.eviction.context_cost", context_cost, 0)
+    def __init__(self) -> None:
         self._block_size = 0
-        self._estimator: RecomputePrices | None = None
+        self._estimator: Estimator | None = None
         self._costs: list[int] = []  # by depth
         self._heap: LazyHeap[int, int] = LazyHeap()  # ordered by priority, then release
         self._hits: dict[int, int] = {}  # block: hits of its content, if there are any
@@ -48,8 +36,7 @@ class CostAware(Evictor):
         self._neighbour = (-1, 0)  # depth and worth of the block released just before
         self._num_releases = 0
 
-    def bind(self, context: Any) -> None:
-        """context: a testbed.policies.context.PolicyContext."""
+    def bind(self, context: PolicyContext) -> None:
         self._block_size = context.blocks.block_size
         self._estimator = context.estimator
 
@@ -92,11 +79,7 @@ class CostAware(Evictor):
     def _cost(self, depth: int) -> int:
         """Returns the cost of computing a block at this depth; calls the estimator once for each depth."""
         size, costs = self._block_size, self._costs
-        assert size, "bind comes first"
+        assert self._estimator is not None, "bind comes first"
         while len(costs) <= depth:
-            context = len(costs) * size
-            if self._estimator is None:
-                costs.append(size * (self._token_cost + self._context_cost * context))
-            else:
-                costs.append(self._estimator.recompute_ns(context, size))
+            costs.append(self._estimator.recompute_ns(len(costs) * size, size))
         return costs[depth]

@@ -7,7 +7,6 @@ from mypy_extensions import mypyc_attr
 from testbed.core.interfaces import Estimator
 from testbed.core.plan import PreemptionMode
 from testbed.core.sequence import Sequence
-from testbed.errors import ConfigError
 from testbed.policies.context import PolicyContext
 
 
@@ -41,18 +40,13 @@ class Cheaper:
 
     If both times are equal, recompute: it uses neither the link nor the CPU pool. The comparison of swap and recompute
     is that of the vLLM paper (SOSP 2023, section 7.3), made for each victim. Prefix-cache hits that could shorten the
-    recompute are not predicted. Raises ConfigError without a cost model.
+    recompute are not predicted.
     """
 
     def __init__(self) -> None:
         self._estimator: Estimator | None = None
 
     def bind(self, context: PolicyContext) -> None:
-        if context.estimator is None:
-            raise ConfigError(
-                "scheduler.preemption is 'cheaper', but no cost model is at hand to price it; "
-                "name one by cost=…, or choose auto, recompute or swap"
-            )
         self._estimator = context.estimator
 
     def mode(self, seq: Sequence, num_blocks: int) -> PreemptionMode:

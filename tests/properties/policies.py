@@ -35,8 +35,6 @@ class WeakKeys(TokenKeys):
 class Prices:
     """An estimator whose answers favour now the one mode of preemption, now the other."""
 
-    name = "prices of a test"
-
     def step_ns(self, shape: BatchShape) -> int:
         raise AssertionError("no policy of ours asks")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.configuration.policies import POLICIES
+from experiments.configuration.policies import POLICIES, make_policy
 from testbed.blocks.eviction import FIFO, LFU, LRU, LRUByLastStep, evictor
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.core.plan import BatchShape
 from testbed.errors import ConfigError
+from testbed.policies.context import PolicyContext
 from testbed.policies.cost_aware import CostAware
+from testbed.policies.oracle import NoOracle
+from tests.testbed.core_kit import make_blocks, make_limits
 
 BLOCK_SIZE = 16
 
 
 class PricePerDepth:
     """An estimator by which a block at depth d costs d + 1; counts how often it is asked."""
-
-    name = "test"
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -42,9 +42,8 @@ class PricePerDepth:
         raise AssertionError("eviction moves nothing")
 
 
-def bound(policy: Any, estimator: PricePerDepth | None = None) -> Any:
-    if hasattr(policy, "bind"):
-        policy.bind(SimpleNamespace(blocks=SimpleNamespace(block_size=BLOCK_SIZE), estimator=estimator))
+def bound(policy: CostAware, estimator: PricePerDepth) -> CostAware:
+    policy.bind(PolicyContext(make_blocks(block_size=BLOCK_SIZE), make_limits(), NoOracle(), estimator, 0))
     return policy
 
 
@@ -61,8 +60,7 @@ def drain(policy: EvictionPolicy) -> list[int]:
 EVERY = {
     **POLICIES["cache.eviction"],
     "lru_by_last_step": LRUByLastStep,
-    "cost_aware": lambda: bound(CostAware()),
-    "cost_aware_priced": lambda: bound(CostAware(), PricePerDepth()),
+    "cost_aware": lambda: bound(CostAware(), PricePerDepth()),
 }
 
 
@@ -196,10 +194,10 @@ def test_lfu_counts_anew_once_the_content_is_gone() -> None:
 
 
 def test_a_deep_block_costs_more_than_a_shallow_one_of_another_prefix() -> None:
-    policy = bound(CostAware(token_cost=32, context_cost=1))
-    policy.add(1, 4, 0)  # 16 x (32 + 64) = 1,536
-    policy.add(2, 1, 0)  # 16 x (32 + 16) = 768
-    policy.add(3, 6, 0)  # 16 x (32 + 96) = 2,048
+    policy = bound(CostAware(), PricePerDepth())
+    policy.add(1, 4, 0)
+    policy.add(2, 1, 0)
+    policy.add(3, 6, 0)
     assert drain(policy) == [2, 1, 3]
 
 
@@ -238,10 +236,10 @@ def test_the_estimator_is_asked_once_for_each_depth() -> None:
     assert prices.num_calls == 3
 
 
-@pytest.mark.parametrize(("name", "value"), [("token_cost", 0), ("context_cost", -1), ("token_cost", 1.5)])
-def test_bad_costs_are_refused_by_name_and_value(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"cache\.eviction\.{name} is {value}; it must be .*at least"):
-        CostAware(**{name: value})
+def test_cost_aware_takes_no_costs_of_its_own() -> None:
+    """They had no effect: a run always has an estimator."""
+    with pytest.raises(ConfigError, match="no parameter 'token_cost'"):
+        make_policy("cache.eviction", {"_target_": "testbed.policies.cost_aware.CostAware", "token_cost": 1})
 
 
 # --- all of them against a naive model ---
@@ -260,8 +258,7 @@ class Naive:
     neighbour: tuple[int, int] | None = None  # depth and worth of the block released by the call before
 
     def worth(self, block: int, depth: int, floor: int) -> int:
-        cost = depth + 1 if self.name.endswith("priced") else BLOCK_SIZE * (8192 + depth * BLOCK_SIZE)
-        return max(floor, (1 + self.hits.get(block, 0)) * cost)
+        return max(floor, (1 + self.hits.get(block, 0)) * (depth + 1))
 
     def add(self, block: int, depth: int, last_step: int) -> None:
         self.clock += 1

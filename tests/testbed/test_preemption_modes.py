@@ -8,7 +8,6 @@ import pytest
 
 from testbed.core.plan import BatchShape, PreemptionMode
 from testbed.core.sequence import Sequence
-from testbed.errors import ConfigError
 from testbed.policies.context import PolicyContext
 from testbed.policies.oracle import NoOracle
 from testbed.policies.preemption import Auto, Cheaper, Recompute, Swap
@@ -20,8 +19,6 @@ RECOMPUTE, SWAP = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP
 
 class Prices:
     """10 ns a token, and 1 ns for every 10 tokens of context; 60 ns a block, one way."""
-
-    name = "test"
 
     def step_ns(self, shape: BatchShape) -> int:
         raise AssertionError("no policy of ours asks")
@@ -75,8 +72,3 @@ def test_cheaper_computes_a_groups_prompt_once(num_blocks: int, mode: Preemption
 
 def test_cheaper_recomputes_what_has_computed_nothing() -> None:
     assert cheaper(Prices()).mode(victim(0), 1) is RECOMPUTE
-
-
-def test_cheaper_needs_a_cost_model() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.preemption is 'cheaper', but no cost model .* choose auto"):
-        cheaper(None)

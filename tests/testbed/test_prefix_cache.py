@@ -19,6 +19,7 @@ from testbed.core.sequence import Sequence
 from testbed.policies.context import PolicyContext
 from testbed.policies.cost_aware import CostAware
 from testbed.policies.oracle import NoOracle
+from tests.properties.policies import Prices
 from tests.testbed.core_kit import TakesTheFirst, WeakKeys, make_blocks, make_limits, make_request, make_scheduler
 from tests.testbed.kv_kit import compute, num_hit, sequence
 from tests.testbed.stepping import add, cached, drain, preempted, scheduled, step
@@ -357,7 +358,7 @@ def test_what_was_hit_outlives_what_was_not(eviction: Callable[[], Any]) -> None
     blocks = make_blocks(num_blocks=4, eviction=policy)
     scheduler = make_scheduler("prefill_first", blocks=blocks)
     if hasattr(policy, "bind"):
-        policy.bind(PolicyContext(blocks, scheduler.limits, NoOracle(), None, 0))
+        policy.bind(PolicyContext(blocks, scheduler.limits, NoOracle(), Prices(), 0))
     hot, cold = list(range(5)), list(range(50, 55))
     for name, prompt in (("hot", hot), ("again", hot), ("cold", cold)):
         add(scheduler, make_request(name, prompt))

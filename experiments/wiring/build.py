@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
-from experiments.configuration.policies import make_policy
+from experiments.configuration.policies import make_policy, shipped_name
 from experiments.configuration.saved import read_config
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, check_counted, quantised_otherwise
 from experiments.wiring.foreign import CheckedOracle, failures_named, own_classes
@@ -256,7 +256,7 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
             f"scheduler.max_num_batched_tokens is {budget}, and with scheduler.kv_rules.chunks_fill_blocks a step must "
             f"fill a block of {cache.block_size} tokens; raise it, or lower cache.block_size"
         )
-    if cache.eviction != "lru" and scheduler.kv_rules.free_order == "one_queue":
+    if shipped_name("cache.eviction", cache.eviction) != "lru" and scheduler.kv_rules.free_order == "one_queue":
         raise ConfigError(
             "scheduler.kv_rules.free_order=one_queue hands blocks out in the order released; it goes with "
             "cache.eviction=lru only"
@@ -282,8 +282,9 @@ def _priced_as(config: RunConfig) -> RunConfig:
 
 def asks_step_times(config: RunConfig) -> bool:
     """Whether a policy asks the cost model what a step costs; a user's own class may."""
-    named = config.scheduler.preemption == "cheaper" or config.cache.eviction == "cost_aware"
-    return named or bool(own_classes(config))
+    mode = shipped_name("scheduler.preemption", config.scheduler.preemption)
+    eviction = shipped_name("cache.eviction", config.cache.eviction)
+    return mode == "cheaper" or eviction == "cost_aware" or bool(own_classes(config))
 
 
 # --- backends ---

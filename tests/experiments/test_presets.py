@@ -168,6 +168,15 @@ def test_lru_is_that_of_the_system(preset: str, expected: type) -> None:
     assert type(scheduler.blocks._gpu.evictable) is expected
 
 
+def test_where_the_free_list_is_the_order_lru_is_meant_by_its_name_and_by_its_class() -> None:
+    by_class = "{_target_: testbed.blocks.eviction.%s}"
+    for eviction in ("lru", by_class % "LRU"):
+        build_scheduler(config_of((*TINY, "scheduler=nano_vllm", f"cache.eviction={eviction}")), Pools(50, 0))
+    for eviction in ("fifo", by_class % "FIFO"):
+        with pytest.raises(ConfigError, match=r"it goes with cache\.eviction=lru only"):
+            build_scheduler(config_of((*TINY, "scheduler=nano_vllm", f"cache.eviction={eviction}")), Pools(50, 0))
+
+
 def test_a_watermark_of_the_whole_pool_lets_requests_run_one_by_one() -> None:
     """vLLM V1 lifts it while nothing runs; one that held then, too, would let nothing start."""
     scheduler = scheduler_of(preset("vllm_v1", cache__watermark=0.99))

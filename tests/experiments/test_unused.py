@@ -19,7 +19,8 @@ def test_a_real_run_says_that_nothing_reads_its_cost_model_unless_a_policy_does(
     assert notes() == []
     assert notes("cost=linear") == ["cost=linear has no effect on measured times"]
     own = "{_target_: mine.Admission}"
-    for asking in ("scheduler.preemption=cheaper", "cache.eviction=cost_aware", f"scheduler.admission={own}"):
+    by_class = "scheduler.preemption={_target_: testbed.policies.preemption.Cheaper}"
+    for asking in ("scheduler.preemption=cheaper", by_class, "cache.eviction=cost_aware", f"scheduler.admission={own}"):
         assert notes("cost=linear", asking) == []
 
 

@@ -116,10 +116,11 @@ class SimBackend:
         num_children = [0] * len(rows)
         for beam in range(rows[0].sampling.beam_width):
             num_children[self._draw(rows[0], position, beam) % len(rows)] += 1
-        return [
-            _outcome(row.seq_id, self._tokens(row, self._draw(rows[0], position, ~index), num))
-            for index, (row, num) in enumerate(zip(rows, num_children, strict=True))
-        ]
+        outcomes = []
+        for index, (row, num) in enumerate(zip(rows, num_children, strict=True)):
+            tokens = self._tokens(row, self._draw(rows[0], position, ~index), num)
+            outcomes.append(Outcome(row.seq_id, tokens[:1], forks=tokens[1:], dropped=not tokens))
+        return outcomes
 
     def _tokens(self, row: ScheduledSequence, first: int, num_tokens: int) -> tuple[int, ...]:
         """Returns `num_tokens` different tokens, counting up from the one after `first`; none stops the sequence."""
@@ -136,7 +137,3 @@ class SimBackend:
         if row.sampling.seed is not None:
             return draw(row.sampling.seed, "beams", position, index)
         return draw(self._seed, "beams of group", row.group_id, position, index)
-
-
-def _outcome(seq_id: int, tokens: tuple[int, ...]) -> Outcome:
-    return Outcome(seq_id, tokens[:1], forks=tokens[1:], dropped=not tokens)

@@ -141,7 +141,7 @@ def _hint(config: RunConfig, blocked_by: str, is_given: bool) -> str:
     if blocked_by != BlockedBy.ADMISSION:
         return f"Change what held them back: {_SETTINGS[BlockedBy(blocked_by)]}"
     named = config.scheduler.admission
-    policy = named if isinstance(named, str) else named.get("_target_", named.get("name"))
+    policy = named if isinstance(named, str) else named["_target_"]
     return f"Let scheduler.admission={policy} allow a request that is alone"
 
 

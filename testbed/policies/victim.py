@@ -26,9 +26,10 @@ from testbed.policies.oracle import has_no_opinion
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MostRecentlyAdmitted:
-    """The sequence that was admitted last, that is the last in running order (vLLM's first engine, nano-vllm).
+    """The last in running order: the sequence admitted or swapped in last (vLLM's first engine, nano-vllm).
 
-    Guarantees progress: the one admitted first is spared until it ends.
+    `decode_first` changes that order where prefills are unfinished. Guarantees progress: the first in running order is
+    spared, and without swaps and several partial prefills it stays the first until it ends.
     """
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
@@ -82,7 +83,9 @@ class MostBlocks:
     """
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
-        return max(running.values(), key=lambda seq: (_num_held(seq), seq.seq_id))
+        return max(
+            running.values(), key=lambda seq: (num_distinct([one.block_table for one in seq.together]), seq.seq_id)
+        )
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -123,7 +126,3 @@ class LowestPriority:
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
         return max(running.values(), key=lambda seq: (seq.request.priority, seq.request.arrival_ns, seq.seq_id))
-
-
-def _num_held(seq: Sequence) -> int:
-    return num_distinct([one.block_table for one in seq.together])

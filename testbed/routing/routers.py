@@ -101,10 +101,6 @@ def least(replicas: Replicas, load: Callable[[ReplicaView], Any]) -> int:
     return min(replicas, key=lambda replica: (load(replica), replica.number)).number
 
 
-def _queue(replica: ReplicaView) -> tuple[int, int]:
-    return replica.num_waiting, replica.num_running
-
-
 # --- policies ---
 
 
@@ -178,7 +174,7 @@ class ShortestQueue:
     """The replica with the fewest waiting requests; of equals, with the fewest running sequences."""
 
     def route(self, request: Request, replicas: Replicas) -> int:
-        return least(replicas, _queue)
+        return least(replicas, lambda replica: (replica.num_waiting, replica.num_running))
 
 
 class PrefixAffinity:

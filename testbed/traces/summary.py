@@ -54,10 +54,6 @@ class TraceSummary:
         return float(self.arrivals_s[-1] - self.arrivals_s[0]) if len(self.arrivals_s) else 0.0
 
     @property
-    def gaps_s(self) -> _FloatArray:
-        return np.diff(self.arrivals_s)
-
-    @property
     def rate(self) -> float | None:
         """Arrivals per second; None if all arrive at once."""
         return (len(self.arrivals_s) - 1) / self.duration_s if self.duration_s > 0 else None
@@ -65,7 +61,7 @@ class TraceSummary:
     @property
     def gap_cv(self) -> float | None:
         """Coefficient of variation of the gaps between arrivals."""
-        gaps = self.gaps_s
+        gaps = np.diff(self.arrivals_s)
         return float(gaps.std() / gaps.mean()) if len(gaps) > 1 and gaps.mean() > 0 else None
 
     def dispersion(self, window_s: float) -> float | None:

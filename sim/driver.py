@@ -72,8 +72,8 @@ def sent(loop: Loop, resume: Resume) -> WaitUntil | Execute | None:
 
 
 class Device:
-    """The simulated device. Launched steps run on it one after the other, each after the host's part of it. Each answer
-    is at least 1 ns later than the previous one.
+    """The simulated device. Launched steps run on it one after the other, each after the host's part of it. The answers
+    of `execute` are at least 1 ns apart.
 
     The host's part of a step (scheduling and preparation) overlaps with the step in flight, if there is one. All other
     spans (swaps and copies, forward pass, sampling) are the device's part.

@@ -16,7 +16,7 @@ class ConfigError(TestbedError):
 
 
 class RequestError(TestbedError):
-    """A request is malformed: empty prompt, duplicate id, negative length."""
+    """A request is malformed (empty prompt, duplicate id, a sampling parameter out of range), or cannot be served."""
 
 
 class TraceError(TestbedError):

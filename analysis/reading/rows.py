@@ -28,7 +28,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-BATCH_ROWS = 8192  # the size of the row groups that a recorder writes
+BATCH_ROWS = 8192  # of the first row groups of steps.parquet
 _LOW_BITS = 20
 
 

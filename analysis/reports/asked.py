@@ -89,7 +89,7 @@ def without_interval(rows: Iterable[Comparison], question: str) -> list[Metric]:
 
 def observed(groups: Sequence[Compared], question: str, slo: SLO | None) -> list[str]:
     """One sentence with the arms' values of what the question names and of which no change has an interval, the lowest
-    first; of every latency that it names if nothing is compared. None if there is nothing."""
+    first; of every latency that it names if nothing is compared; none if nothing."""
     rows = [row for group in groups for row in (*group.rows, *(effect.comparison for effect in group.effects))]
     untested, said = without_interval(rows, question), question.casefold()
     alone = [metric for metric in (*LATENCY, DEADLINES) if not rows and is_asked(metric, question)]

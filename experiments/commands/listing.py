@@ -44,7 +44,7 @@ DESCRIPTIONS = {
     "cost": {
         "roofline": "from the model's shape and the device's data sheet",
         "tables": "operators looked up in measured tables of the device, else the roofline (cost.path; docs/tables.md)",
-        "calibrated": "a fit to measured steps (cost.path; Qwen3 0.6B and 8B on H100 and H200 have one)",
+        "calibrated": "a fit to measured steps (cost.path; Qwen3 0.6B, 8B on H100, H200 and 30B-A3B on H200 have one)",
         "linear": "coefficients in seconds, given",
         "constant": "every step takes cost.step_s seconds",
         "recorded": "the tape of a real run (cost.run)",

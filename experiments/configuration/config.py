@@ -88,7 +88,7 @@ class Root:
     report: Any = MISSING
     seed: int = 0
     overwrite: bool = False  # replace an existing run in the folder, once the new one is complete
-    allow_ignored: bool = False  # exit with 0 even if requests were rejected because they can never fit
+    allow_ignored: bool = False  # exit with 0 even if requests ended as ignored
     points_per_job: int | None = None  # of a sweep; null: one on a cluster, no limit on one machine
 
 

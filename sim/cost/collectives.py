@@ -13,8 +13,8 @@ operations in MPICH", IJHPCA 2005.) The tree's all-reduce is NCCL's double binar
 not grow with its depth. If a switch joins all ranks (NVLink), each rank can read directly from every other one, as in
 vLLM's custom all-reduce: the whole message, or its share of the sum and then the shares of the others.
 
-Over PCIe an all-reduce of two ranks takes 20 us plus its bytes at 15 GB/s through the host's memory, and at about
-35 GB/s if the cards reach one another. Not modelled: links that are shared or of unequal speed.
+Over PCIe an all-reduce of two ranks takes 20 us plus its bytes at 15 GB/s through the host's memory, or 10 us plus its
+bytes at 35 GB/s if the cards reach one another. Not modelled: links that are shared or of unequal speed.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class CacheEntry:
 
 
 class UnlistedPrefix:
-    """A published prefix whose first block no other sequence has looked up. Only that block has a key, and none has an
-    entry.
+    """A published prefix whose first block no other sequence has looked up. Only that block needs a key, and none has
+    an entry.
 
     blocks: those that hold the prefix, in order. chain: the chain of the sequence that published it.
     """

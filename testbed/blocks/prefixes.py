@@ -27,7 +27,7 @@ NO_HIT: Final = PrefixHit(0, [], 0)
 
 class Prefixes:
     """The chains of sequences over one prefix cache. Without a source of keys there is no prefix caching: sequences
-    have no chains, and the methods do nothing.
+    have no chains, nothing is hit and nothing is published.
 
     isolate_tenants: the keys depend on the tenant, in addition to the request's salt. merged: finds the only block of a
     content, if the rules merge equal blocks.

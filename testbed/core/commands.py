@@ -37,7 +37,7 @@ Event = Arrive | Abort | ResetPrefixes
 class WaitUntil(Value):
     """The loop has nothing to do before `until_ns`; None: it waits until its inbox receives an event.
 
-    With an open inbox the loop also waits after each commit, until that same instant, for events that arrive then.
+    With an open inbox the loop also waits after each Execute, until that same instant, for events that arrive then.
     is_stuck: in a livelock (`Thrash`), which only a new event can end.
     """
 

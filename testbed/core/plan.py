@@ -82,7 +82,7 @@ class ScheduledSequence(Value):
     request; the rows of a group's beams are adjacent, in their order, and are searched together.
     num_prompt_tokens: the length of the prompt. history: prompt and emitted tokens, only if `sampling.needs_history`.
     score: the sum of the emitted tokens' log-probabilities, if a backend returned them. num_finished: members of its
-    group that have ended.
+    group that have ended, without pruned beams.
     """
 
     FIELDS: ClassVar = (

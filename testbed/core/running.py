@@ -12,7 +12,7 @@ class Running:
     def __init__(self) -> None:
         self.units: dict[int, Sequence] = {}  # by unit id, in running order
         self.swapped: dict[int, Sequence] = {}  # by unit id, in the order swapped out
-        self.prefilling: dict[int, Sequence] = {}  # running, prefill unfinished, by seq_id, in order of admission
+        self.prefilling: dict[int, Sequence] = {}  # running, prefill unfinished, by seq_id, as admitted or swapped in
         self._found_no_room: dict[tuple[int, int], int] = {}  # by (seq_id, computed tokens): failed attempts
         self.num_groups = 0  # running units that belong to a sequence group
         self._in_order: tuple[Sequence, ...] | None = ()  # the cached `in_order`; None: the units have changed

@@ -82,7 +82,7 @@ class Step:
 
     @property
     def prefilling(self) -> dict[int, Sequence]:
-        """Running sequences with an unfinished prefill, also those admitted in this step, in order of admission."""
+        """Running sequences with an unfinished prefill, in order of admission or swap-in, those of this step too."""
         return self._running.prefilling
 
     def running(self) -> tuple[Sequence, ...]:

@@ -43,7 +43,7 @@ class NoEvict:
 
     There are two exceptions: a sequence that started alone and is larger than the pool, and the KV rule
     `growth_test=one_per_sequence`. TensorRT-LLM reserves one more slot, for the last token, whose KV is never computed.
-    Raises ConfigError for any other value of `reserve`, or if there is no oracle.
+    Raises ConfigError for any other value of `reserve`, or for `oracle` without one.
     """
 
     def __init__(self, reserve: Unchecked = "declared") -> None:

@@ -46,7 +46,7 @@ class SchedulerConfig:
         for name in ("max_num_batched_tokens", "max_model_len"):
             require_whole_or_null(f"scheduler.{name}", getattr(self, name), 1)
         require_whole("scheduler.lookahead_slots", self.lookahead_slots, 0)
-        require_whole("scheduler.long_prefill_token_threshold", self.long_prefill_token_threshold, 0, also=" (0: off)")
+        require_whole("scheduler.long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         require("scheduler.watermark", self.watermark, 0 <= self.watermark < 1, "in [0, 1)")
 
 

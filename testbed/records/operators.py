@@ -7,7 +7,8 @@ step add up exactly to its spans, so the file's sums equal those of steps.parque
 
 A part is at least 0 ns, except `link`: the swap time on the PCIe link minus the estimated one, below 0 where the link
 worked behind the device. Phases: `prefill` (prefills only), `decode` (decodes only), `mixed`, and `moves` (nothing was
-computed). duration_ns is from plan to commit; its difference from the sum of the parts is idle time or overlap.
+computed). duration_ns is from plan, or the end of the step then in flight, to commit; its difference from the sum of
+the parts is idle time or overlap.
 """
 
 from __future__ import annotations

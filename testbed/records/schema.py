@@ -8,7 +8,8 @@ A run folder holds:
     summary.json       the headline numbers (analysis.measures.summary.summarise)
     decisions.jsonl    with record.decisions=true: one line a step; record.explain=true explains preemptions
     operators.json     with record.operators=true: the time by operator (testbed/records/operators.py)
-    tape.jsonl         real runs only; tape-0.jsonl, … with several replicas
+    tape.jsonl         of engines, if our scheduler decided; tape-0.jsonl, … with several replicas
+    trace.jsonl        the requests, beside a tape; and of a trace that was given in Python
     profile.json.gz    with record.profile: steps of a real run in torch's profiler
     run.log            the log
     done               written last: the folder is complete
@@ -78,7 +79,7 @@ STEP_COLUMNS: dict[str, str] = {
     "num_preempted": "int32",  # requests preempted by recompute
     "num_swapped_out": "int32",  # requests preempted by swap
     "num_swapped_in": "int32",  # sequences that came back from the CPU; a group that goes together counts once
-    "num_ignored": "int32",  # sequences rejected because they can never fit; likewise
+    "num_ignored": "int32",  # sequences that ended as ignored; likewise
     "blocked_by": "string",  # why the head of the queue was not admitted; null: nothing kept it out
     "schedule_ns": "int64",  # the core's decision; the parts may overlap, and the rest of a step is idle time
     "prepare_ns": "int64",  # inputs of the batch, launches, other host time of each step

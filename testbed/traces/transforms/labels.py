@@ -34,8 +34,9 @@ class ClassConfig:
 def label(trace: S, classes: Sequence[Mapping[str, Any]], seed: int = 0) -> S:
     """Puts each session, conversation, or request outside of them into one of the `classes`, by a hash of its name.
 
-    A class has the keys of ClassConfig. Other shares move only the sessions that they must. The run's seed is not taken
-    for `seed`: the same requests with other labels are no replicate.
+    A class has the keys of ClassConfig. Classes are ranges of the hash, in their order: other shares move what lies
+    between the old and the new bounds. The run's seed is not taken for `seed`: the same requests with other labels are
+    no replicate.
     """
     require("classes", classes, len(classes) > 0, f"a list of at least one {_KEYS}")
     checked = [_class_of(entry, f"classes[{position}]") for position, entry in enumerate(classes)]

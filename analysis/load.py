@@ -1,7 +1,7 @@
 """Loads run folders into frames: one run, or every run below some folders. docs/analysis.md lists their columns.
 
-Every mistake is a RunFolderError of one line. A partial run can be loaded (`is_complete` is False), but a sweep never
-mixes partial runs with complete ones: it lists them separately.
+Every fault of a folder is a RunFolderError of one line. A partial run can be loaded (`is_complete` is False), but a
+sweep never mixes partial runs with complete ones: it lists them separately.
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ def relative(path: Path, start: Path) -> str:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """Every folder at or below `root` that has a file of a run, in path order."""
+    """Every folder at or below `root` that has a file of a run, in path order; hidden folders are not searched."""
     found = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,9 +131,10 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
 
 
 def _shown(items: Iterable[T], num: int) -> tqdm[T]:
-    """The weights, with a progress bar if standard error is a terminal; other ranks' processes show none."""
-    is_main = parent_process() is None
-    return tqdm(items, "weights", num, unit="weight", leave=False, delay=0.5, disable=None if is_main else True)
+    """The weights, with a progress bar if standard error is a terminal and TQDM_DISABLE is not set, as it is in the
+    processes of other ranks and of replicas (real.parallel.processes.spawn)."""
+    is_off = True if os.environ.get("TQDM_DISABLE") else None
+    return tqdm(items, "weights", num, unit="weight", leave=False, delay=0.5, disable=is_off)
 
 
 def _fill(slot: Slot, weights: Any, name: str, file: Path) -> None:

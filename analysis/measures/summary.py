@@ -40,9 +40,10 @@ def summarise(
     """The headline numbers of one run, nested, JSON-safe; None means "not reached" or "not recorded".
 
     Records are a pandas frame, an Arrow table or `analysis.reading.rows.Rows` of a file (`testbed.records.schema`).
-    Memory grows neither with the steps nor with the requests, and all quantiles are exact. `warmup_s` drops the
-    requests that arrive within that time after the first arrival, and starts the time base there. Rates count what
-    ends or is emitted from then on, of any request. "steadiness" and "checks" are of the whole run.
+    Memory does not grow with the steps, and with the requests only by a few numbers for each session and for each
+    request that was cut short; all quantiles are exact. `warmup_s` drops the requests that arrive within that time
+    after the first arrival, and starts the time base there. Rates count what ends or is emitted from then on, of any
+    request. "steadiness" and "checks" are of the whole run.
     """
     everything, step_rows = Requests.of(requests), as_rows(steps)
     end_ns = run_end_ns(everything, step_rows)

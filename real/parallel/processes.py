@@ -282,7 +282,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    with suppress(ValueError):  # one that was not started here
+    with suppress(ValueError):  # it was ended before
         _started.remove(process)
 
 
@@ -297,7 +297,8 @@ def end_here(status: int) -> NoReturn:
 def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
     """Starts the process of a rank or of a replica; returns it and the driver's end of the connection.
 
-    It finds modules where this process does. environment: additional variables. timeout_s: limit for sending to it.
+    It finds modules where this process does, and shows no progress bars. environment: additional variables. timeout_s:
+    limit for sending to it.
     """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     ours, theirs = socket.socketpair()
@@ -308,7 +309,7 @@ def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+            env={**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1", **(environment or {})},
         )
     _started.append(process)
     return process, Channel(ours)

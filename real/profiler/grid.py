@@ -98,7 +98,7 @@ def design(room: Room, *, is_quick: bool = False, seed: int = 0) -> list[Episode
     """Returns the episodes of a profile that fit, each once. is_quick: only a few sizes of each kind."""
     draw = Random(seed)
     parts = (_decodes, _prefills, _cached, _mixed, _chunks, _moves)
-    return [one for part in parts for one in part(room, is_quick, draw) if one.fits(room)]
+    return list(dict.fromkeys(one for part in parts for one in part(room, is_quick, draw) if one.fits(room)))
 
 
 def anywhere(num_blocks: int, seed: int = 0) -> list[int]:

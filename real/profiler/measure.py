@@ -79,8 +79,8 @@ class Profiled(NamedTuple):
 def measure(
     units: Sequence[Unit], *, repeats: int, max_s: float, seed: int, progress: Callable[[], object]
 ) -> Profiled:
-    """Measures all units `repeats` times, each time in another random order. In the first round each repeated unit is
-    run once without measuring, so that no measured step includes one-time work.
+    """Measures all units in `repeats` rounds, each in another random order; those that are not repeated, in the first
+    alone. There each repeated unit is run once before, so that no measured step includes one-time work.
 
     It ends early after max_s and at an interrupt, and returns the units that are complete by then.
     """
@@ -161,7 +161,7 @@ class _Stage(Recorder):
         others = [self._made(ids, 1) for ids in prefixes.values()]
         if before := [*decoding, *others]:
             yield from self._skipped(before, sum(map(len, [*owned, *prefixes.values()])))
-        yield [] if decoding else [Arrive(self._request(self._bench.room.block_size, 1))]  # unmeasured
+        yield [] if decoding else [Arrive(self._made(self._ids(self._bench.room.block_size), 1))]  # unmeasured
         self._is_kept = True
         for moves in (*[Moves()] * episode.num_alone, *episode.moves):
             self._moves = moves
@@ -192,9 +192,6 @@ class _Stage(Recorder):
         yield [Arrive(request) for request in requests]
         while self._live:
             yield []
-
-    def _request(self, num_prompt_tokens: int, num_output_tokens: int) -> Request:
-        return self._made(self._ids(num_prompt_tokens), num_output_tokens)
 
     def _made(self, prompt: array[int], num_output_tokens: int) -> Request:
         self._num_sent += 1

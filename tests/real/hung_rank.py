@@ -1,10 +1,11 @@
-"""A replica whose rank hangs, for tests. Imported by the replica's process, so it imports little."""
+"""Setups of ranks and replicas, for tests. Imported by their processes, so it imports little."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
+import sys
 
 from real.parallel.processes import Channel, spawn
 
@@ -30,3 +31,13 @@ class LeftByDriver:
     def work(self, channel: Channel) -> None:
         channel.hang_up()
         raise ValueError("a collective failed")
+
+
+class ShowsBar:
+    """Says whether the loader's progress bar is off in a process with a terminal."""
+
+    def work(self, channel: Channel) -> None:
+        from real import loader
+
+        setattr(sys.stderr, "isatty", lambda: True)  # noqa: B010  (mypy knows it as a method)
+        channel.send(pickle.dumps(loader._shown("ab", 2).disable))

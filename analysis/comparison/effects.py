@@ -183,8 +183,8 @@ def _cells(
 
 
 def _interaction(rows: FloatArray, scale: Scale, cells: Sequence[Comparison], correlation: float) -> Interaction | None:
-    """The interaction of effects `[num_cells, num_replicates]`; None for fewer than two cells or replicates.
-    correlation: between the replicates."""
+    """The interaction of effects `[num_cells, num_replicates]`; None for fewer than two cells or replicates, and for
+    equal means. correlation: between the replicates."""
     num_cells, num_replicates = rows.shape
     if num_cells < 2 or num_replicates < 2:
         return None

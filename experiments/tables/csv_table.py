@@ -23,7 +23,7 @@ class CsvTable:
         self.path = path
         if not path.is_file():
             raise ProfileError(f"no file at {path}; docs/tables.md says what each source has")
-        self._table = _read(path)
+        self._table, self._places = _read(path)
         missing = [name for name in needed if name not in self._table]
         if missing:
             names = ", ".join(map(plain, self._table.columns[:30]))
@@ -64,17 +64,18 @@ class CsvTable:
     def refuse_where(self, is_bad: np.ndarray[Any, Any], name: str, expected: str) -> None:
         """Raises ProfileError for the first bad row of a column, if there is one."""
         if is_bad.any():
-            row = int(is_bad.argmax())  # its line in the file is row + 2, after the header
+            row = int(is_bad.argmax())
             value = self._table[name].iloc[row]
             text = "empty" if pd.isna(value) else shown(value)
-            raise ProfileError(f"{self.path}, line {row + 2}: {name} is {text}; expected {expected}")
+            raise ProfileError(f"{self._places[row]}: {name} is {text}; expected {expected}")
 
 
-def _read(path: Path) -> pd.DataFrame:
-    """All columns that have a name, as texts; None for empty cells."""
+def _read(path: Path) -> tuple[pd.DataFrame, list[str]]:
+    """All columns that have a name, as texts, None for empty cells; and the place of each row, `<file>:<line>`."""
     try:
         names = tuple(filter(None, csv_header(path)))
-        cells = [[cell.strip() or None for cell in values] for _, values in read_csv(path, names)]
+        rows = [(place, [cell.strip() or None for cell in values]) for place, values in read_csv(path, names)]
     except TraceError as error:
         raise ProfileError(str(error)) from None
-    return pd.DataFrame(cells, columns=names, dtype=object).replace({"nan": None, "NaN": None})
+    cells = pd.DataFrame([values for _, values in rows], columns=names, dtype=object)
+    return cells.replace({"nan": None, "NaN": None}), [place for place, _ in rows]

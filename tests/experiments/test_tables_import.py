@@ -173,19 +173,19 @@ def test_calls_of_attention_are_told_apart_and_decodes_see_themselves(tmp_path: 
 @pytest.mark.parametrize(
     ("file", "line", "message"),
     [
-        ("dense.csv", "o_proj,16,12.x", r"dense.csv, line 26: time_us is '12\.x'; expected a number"),
-        ("dense.csv", "o_proj,16,", "dense.csv, line 26: time_us is empty; expected a number"),
-        ("dense.csv", "o_proj,1.5,12", r"dense.csv, line 26: tokens is '1\.5'; expected a whole number, at least 1"),
-        ("dense.csv", "o_proj,16,1e-9", "dense.csv, line 26: time_us is '1e-9'; expected us, from 0.1 to 1e"),
-        ("dense.csv", "o_proj,16,inf", "dense.csv, line 26: time_us is 'inf'; expected a finite number"),
-        ("dense.csv", "gate,16,12", "dense.csv, line 26: layer is 'gate'; expected one of qkv_proj, o_proj"),
+        ("dense.csv", "o_proj,16,12.x", r"dense.csv:26: time_us is '12\.x'; expected a number"),
+        ("dense.csv", "o_proj,16,", "dense.csv:26: time_us is empty; expected a number"),
+        ("dense.csv", "o_proj,1.5,12", r"dense.csv:26: tokens is '1\.5'; expected a whole number, at least 1"),
+        ("dense.csv", "o_proj,16,1e-9", "dense.csv:26: time_us is '1e-9'; expected us, from 0.1 to 1e"),
+        ("dense.csv", "o_proj,16,inf", "dense.csv:26: time_us is 'inf'; expected a finite number"),
+        ("dense.csv", "gate,16,12", "dense.csv:26: layer is 'gate'; expected one of qkv_proj, o_proj"),
         ("dense.csv", "o_proj,16", "dense.csv:26: 2 cells; expected 3, as in the header"),
         ("dense.csv", "o,1,2,\0\x1b[31m" + "x" * 500, "dense.csv:26: 4 cells; expected 3, as in the header$"),
-        ("attention.csv", "0,0,0,16,12", "attention.csv, line 5: prefill_chunk is '0'; expected a chunk or decodes"),
+        ("attention.csv", "0,0,0,16,12", "attention.csv:5: prefill_chunk is '0'; expected a chunk or decodes"),
         (
             "attention.csv",
             "0,0,-1,16,12",
-            "attention.csv, line 5: n_decode is '-1'; expected a whole number, at least 0",
+            "attention.csv:5: n_decode is '-1'; expected a whole number, at least 0",
         ),
     ],
 )
@@ -207,7 +207,8 @@ def test_a_bad_line_of_a_csv_is_named(tmp_path: Path, file: str, line: str, mess
             b"layer,tokens,tokens,time_us\na,1,1,2\n",
             "dense.csv:1: column 'tokens' occurs twice; expected each name once",
         ),
-        (b"layer,tokens,time_us,,\na,1,2,3,\n", "dense.csv, line 2: layer is 'a'; expected one of"),
+        (b"layer,tokens,time_us,,\na,1,2,3,\n", "dense.csv:2: layer is 'a'; expected one of"),
+        (b"layer,tokens,time_us\n\n\na,1,2\n", "dense.csv:4: layer is 'a'; expected one of"),
         (b"", "dense.csv: the file is empty; expected a header and rows"),
     ],
 )

@@ -3,8 +3,8 @@
 The state of a step lasts from its start to the start of the next one. A request waits from the boundary that first saw
 it, or from the step that preempted it, to the step that admits it or swaps it in. A request of several sequences waits
 while none of them runs. The cause of a wait (`blocked_by` of the step) concerns the head of the queue, and counts for
-all requests behind it, too. The head is the waiting request that was admitted next. Memory does not grow with the
-steps, but with the requests and with the waits that have ended.
+all requests behind it, too. The head is the waiting request that was admitted next. Memory grows with the requests,
+with the waits that have ended, and with the steps whose head is not known yet.
 """
 
 from __future__ import annotations

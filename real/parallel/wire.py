@@ -2,7 +2,8 @@
 
 Each rank computes hidden states and its part of the logits. Only the first rank samples; every sampled token is in the
 next plan. So rows are sent without the fields that only a sampler reads, as plain tuples: pickling whole rows takes
-four times as long. A row whose prompt is scored is marked, because scoring needs more logits from all ranks.
+from 1.5 times as long (decodes of 63 blocks) to 11 times (of one block, a seed in each row). A row whose prompt is
+scored is marked, because scoring needs more logits from all ranks.
 """
 
 from __future__ import annotations

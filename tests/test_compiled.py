@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -48,6 +50,11 @@ class Counter:
             self.total += self.step()
         return self.total
 '''
+# Attributes that would be macros of macOS (sys/cdefs.h and clang itself): in C, mypyc's `_used` is `__used`
+MACROS = (
+    r"\._(assert|block|cold|const|dead|deprecated|exported|nonnull|nullable|offsetof|pure|restrict|signed|single|strong|"
+    r"unavailable|unused|used|volatile|weak)\b"
+)
 LIMITS = '"""Not compiled."""\nfrom typing import Final\n\nLIMIT: Final = 10\n'
 SHOW = "from testbed import compiled; print(compiled.describe())"
 USE = "from testbed import counter; print(counter.Counter().run(), counter.__file__)"
@@ -284,11 +291,13 @@ def test_a_wrong_type_is_one_line(tree: Tree) -> None:
 # --- this checkout ---
 
 
+def patterns_of_compiled() -> list[str]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["testbed"]["compile"]
+
+
 def test_what_is_listed_lies_where_the_choice_is_made_first() -> None:
     """Importing from a package begins with its `__init__.py`."""
-    import tomllib
-
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["testbed"]["compile"]
+    patterns = patterns_of_compiled()
     assert patterns
     for package in {pattern.removeprefix("!").partition("/")[0] for pattern in patterns}:
         statements = [ast.unparse(node) for node in ast.parse((ROOT / package / "__init__.py").read_text()).body]
@@ -298,6 +307,13 @@ def test_what_is_listed_lies_where_the_choice_is_made_first() -> None:
         assert all(line.startswith(("from __future__ ", "from typing ")) for line in before[:-1]), package
     taken = [pattern for pattern in patterns if not pattern.startswith("!") and fnmatch("testbed/compiled.py", pattern)]
     assert not taken or "!testbed/compiled.py" in patterns
+
+
+def test_no_attribute_is_a_macro_of_macos() -> None:
+    files = [file for pattern in patterns_of_compiled() if pattern[0] != "!" for file in ROOT.glob(pattern)]
+    found = {f"{file}: {name}" for file in files for name in re.findall(MACROS, file.read_text())}
+    assert files
+    assert not found
 
 
 def test_mypyc_takes_what_is_listed() -> None:

@@ -165,5 +165,5 @@ def test_mlfq_serves_the_highest_level_and_there_the_oldest(data: st.DataObject)
     world = play(queue, data, check)
     for seq in [*world.waiting.values(), *world.running.values()]:
         world.abort(seq)
-    leftovers = (queue._levels, queue._used, queue._served_ns, queue._meter._reached, queue._starving)
+    leftovers = (queue._levels, queue._service, queue._served_ns, queue._meter._reached, queue._starving)
     assert [len(part) for part in leftovers] == [0] * 5, "what left is forgotten"

@@ -57,7 +57,7 @@ class MultiLevelFeedbackQueue:
             self._promote_after_ns = round(promote_after_s * NS_PER_S)
         # by request, so that the sequences of one request share its level and its quantum
         self._levels: dict[str, int] = {}
-        self._used: dict[str, int] = {}  # service since it entered its level; absent: 0
+        self._service: dict[str, int] = {}  # service since it entered its level; absent: 0
         self._served_ns: dict[str, int] = {}  # when it was last served; absent: never
         self._meter = PromptMeter()
         self._heap: LazyHeap[int, Sequence] = LazyHeap()
@@ -95,15 +95,15 @@ class MultiLevelFeedbackQueue:
         num_new = self._meter.count(seq, num_tokens, num_emitted)
         service = self._input_weight * num_new + self._output_weight * num_emitted
         self._served_ns[request_id] = now_ns
-        self._used[request_id] = self._used.get(request_id, 0) + service
-        if self._used[request_id] >= self._quanta[level]:
-            self._used[request_id] = 0
+        self._service[request_id] = self._service.get(request_id, 0) + service
+        if self._service[request_id] >= self._quanta[level]:
+            self._service[request_id] = 0
             self._move(seq, min(level + 1, len(self._quanta) - 1))
 
     def left(self, seq: Sequence, now_ns: int) -> None:
         if len(seq.members) > 1:  # others of its request go on
             return
-        for known in (self._levels, self._used, self._served_ns):
+        for known in (self._levels, self._service, self._served_ns):
             known.pop(seq.request_id, None)
         self._meter.forget(seq)
 
@@ -131,7 +131,7 @@ class MultiLevelFeedbackQueue:
                 return
             seq = self._starving.first()
             assert seq is not None
-            self._used[seq.request_id] = -self._input_weight * self._meter.missing(seq)
+            self._service[seq.request_id] = -self._input_weight * self._meter.missing(seq)
             self._move(seq, 0)
 
     def _move(self, seq: Sequence, level: int) -> None:

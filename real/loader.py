@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from real.layers.slots import HasSlots, Slot, whole
+from real.parallel.processes import is_spawned
 from testbed.errors import ModelError
 from testbed.foreign_text import parsed
 from testbed.specs.model import ModelSpec
@@ -130,11 +130,11 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
         raise _incomplete(folder, {name: slots[name] for name in missing})
 
 
-def _shown(items: Iterable[T], num: int) -> tqdm[T]:
-    """The weights, with a progress bar if standard error is a terminal and TQDM_DISABLE is not set, as it is in the
-    processes of other ranks and of replicas (real.parallel.processes.spawn)."""
-    is_off = True if os.environ.get("TQDM_DISABLE") else None
-    return tqdm(items, "weights", num, unit="weight", leave=False, delay=0.5, disable=is_off)
+def _shown(items: Iterable[T], num: int) -> Iterable[T]:
+    """The weights, with a progress bar if standard error is a terminal; processes of ranks and replicas show none."""
+    if is_spawned():
+        return items
+    return tqdm(items, "weights", num, unit="weight", leave=False, delay=0.5, disable=None)
 
 
 def _fill(slot: Slot, weights: Any, name: str, file: Path) -> None:

@@ -34,6 +34,7 @@ END_S = 5.0  # time to end before a process is killed
 LOST = "LostPeerError"  # of a rank that failed because another rank had ended
 HEADER_BYTES = 8  # of a message: its length
 READY = "ready"  # message of a rank once it is connected
+WORKER = "real.parallel.worker"  # what its process runs
 
 _started: list[subprocess.Popen[bytes]] = []  # by this process
 
@@ -297,22 +298,27 @@ def end_here(status: int) -> NoReturn:
 def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
     """Starts the process of a rank or of a replica; returns it and the driver's end of the connection.
 
-    It finds modules where this process does, and shows no progress bars. environment: additional variables. timeout_s:
-    limit for sending to it.
+    It finds modules where this process does. environment: additional variables. timeout_s: limit for sending to it.
     """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     ours, theirs = socket.socketpair()
     ours.settimeout(timeout_s)
     with theirs, _blocked_signals():
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "real.parallel.worker", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", WORKER, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1", **(environment or {})},
+            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         )
     _started.append(process)
     return process, Channel(ours)
+
+
+def is_spawned() -> bool:
+    """Whether this process is a rank's or a replica's, which `spawn` started."""
+    spec = sys.modules["__main__"].__spec__
+    return spec is not None and spec.name == WORKER
 
 
 @contextmanager

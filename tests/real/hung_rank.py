@@ -1,13 +1,12 @@
-"""Setups of ranks and replicas, for tests. Imported by their processes, so it imports little."""
+"""Replicas and ranks that do nothing useful, for tests. Imported by their processes, so it imports little."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
-import sys
 
-from real.parallel.processes import Channel, spawn
+from real.parallel.processes import Channel, is_spawned, spawn
 
 
 class HungRank:
@@ -25,19 +24,16 @@ class HungRank:
         signal.pause()
 
 
+class SaysWhatItIs:
+    """A replica's setup: it says whether its process knows that `spawn` started it."""
+
+    def work(self, channel: Channel) -> None:
+        channel.send(pickle.dumps(is_spawned()))
+
+
 class LeftByDriver:
     """A rank's setup: it fails, and nobody listens any more."""
 
     def work(self, channel: Channel) -> None:
         channel.hang_up()
         raise ValueError("a collective failed")
-
-
-class ShowsBar:
-    """Says whether the loader's progress bar is off in a process with a terminal."""
-
-    def work(self, channel: Channel) -> None:
-        from real import loader
-
-        setattr(sys.stderr, "isatty", lambda: True)  # noqa: B010  (mypy knows it as a method)
-        channel.send(pickle.dumps(loader._shown("ab", 2).disable))

@@ -21,7 +21,7 @@ from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan
 from testbed.errors import DeviceError
 from tests.real.engine_helpers import plan_of, row, tiny_spec
-from tests.real.hung_rank import HungRank, LeftByDriver
+from tests.real.hung_rank import HungRank, LeftByDriver, SaysWhatItIs
 from tests.real.processes import assert_gone
 
 NUM_TOKENS = 200_000  # more bytes than a connection holds
@@ -95,6 +95,16 @@ def test_a_rank_that_hangs_does_not_outlive_its_replica(fails: bool) -> None:
     channel.hang_up()
     end_process(process)
     assert_gone([rank])
+
+
+def test_a_process_that_was_spawned_knows_it() -> None:
+    """It has no progress bars; with macOS's way of starting processes, tqdm's lock would outlast it."""
+    process, channel = processes.spawn(5.0)
+    channel.send(pickle.dumps(SaysWhatItIs()))
+    assert pickle.loads(channel.receive() or b"") is True
+    assert not processes.is_spawned()
+    channel.hang_up()
+    end_process(process)
 
 
 def test_a_rank_that_fails_after_its_driver_has_ended_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

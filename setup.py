@@ -223,14 +223,16 @@ def translated(files: list[str], work: Path) -> list[Extension]:
 
 
 def describe_compiler() -> str:
-    """`gcc 12.2.0`, of the compiler that Python builds extensions with."""
+    """`gcc 12.2.0`, of the compiler that extensions are built with."""
     if sys.implementation.name != "cpython":
         raise UnbuildableError("mypyc is for CPython")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise UnbuildableError("Python.h is missing (Debian and Ubuntu: apt install python3-dev)")
     if os.name == "nt":
         return "msvc"
-    command = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    command = compiled.c_compiler()
+    if command == ["cc"]:
+        os.environ["CC"] = "cc"  # setuptools would take the one that built Python
     try:
         said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

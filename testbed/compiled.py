@@ -178,6 +178,18 @@ def _is_still(path: str, state: tuple[int, int, str]) -> bool:
         return False
 
 
+def c_compiler() -> list[str]:
+    """Returns the command of the C compiler: what CC says, else the one that built this Python, else, if that is not
+    here, `cc`: Pythons of conda and uv were built elsewhere."""
+    import shlex  # not at the top: only needed to compile
+    import shutil
+    import sysconfig
+
+    named = os.environ.get("CC")
+    command = shlex.split(named or sysconfig.get_config_var("CC") or "cc")
+    return command if named or shutil.which(command[0]) else ["cc"]
+
+
 def digest_of(path: str) -> str:
     """Returns the hash with which Python itself compares a .pyc file with its source: fast, and needs no import."""
     with open(path, "rb") as file:

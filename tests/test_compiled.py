@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -286,6 +287,16 @@ def test_a_wrong_type_is_one_line(tree: Tree) -> None:
     )
     done = tree.python("-c", "import mine; mine.Mine().run()", TESTBED_COMPILED="1")
     assert done.stderr.endswith("TypeError: int object expected; got str\n")
+
+
+def test_a_compiler_that_only_the_builder_of_python_had_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setitem(sysconfig.get_config_vars(), "CC", f"'{sys.executable}' -B")
+    assert compiled.c_compiler() == [sys.executable, "-B"]
+    monkeypatch.setitem(sysconfig.get_config_vars(), "CC", "/nowhere/clang -pthread")
+    assert compiled.c_compiler() == ["cc"]
+    monkeypatch.setenv("CC", "/nowhere/cc")  # a user's word: said to be missing
+    assert compiled.c_compiler() == ["/nowhere/cc"]
 
 
 # --- this checkout ---

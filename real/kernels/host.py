@@ -9,12 +9,12 @@ import ctypes
 import hashlib
 import os
 import platform
-import shlex
 import subprocess
-import sysconfig
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from testbed.compiled import c_compiler
 
 FLAGS = (
     "-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast",
@@ -35,7 +35,7 @@ class HostCodeError(Exception):
 def library() -> ctypes.CDLL:
     """Returns the compiled functions, which use the threads of torch's OpenMP. Raises HostCodeError."""
     sources = {file.name: file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.[ch]"))}
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    compiler = c_compiler()
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

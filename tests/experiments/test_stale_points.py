@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_sweep
-from experiments.runs import identity
+from experiments.runs import environment, identity
 from experiments.runs.identity import identity_of
 from tests.experiments.kit import SHORT, TINY, Say, config_of, manifest_of, write_rows
 from tests.experiments.test_sweeps import sweep
@@ -82,6 +82,19 @@ def test_changed_code_runs_every_point_again(tmp_path: Path, say: Say, monkeypat
     said = sweep(say, tmp_path / "s", "seed=0,1")
     assert "set aside    2 points (stale: the testbed's code changed)" in said.out
     assert {run.manifest["identity"]["code"] for run in load_sweep(tmp_path / "s").runs} == {"another"}
+
+
+def test_installed_code_is_the_code_of_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plugins lie elsewhere once it is installed."""
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    hash_now = environment.source_hash.__wrapped__
+    (tmp_path / "experiments" / "plugins").mkdir(parents=True)
+    (tmp_path / "experiments" / "cli.py").write_text("1")
+    installed = hash_now()
+    (tmp_path / "experiments" / "plugins" / "sweeper.py").write_text("2")
+    assert hash_now() == installed
+    (tmp_path / "experiments" / "cli.py").write_text("3")
+    assert hash_now() != installed
 
 
 def test_a_run_of_which_nobody_knows_what_made_it_is_no_finished_point(tmp_path: Path, say: Say) -> None:

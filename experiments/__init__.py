@@ -39,7 +39,15 @@ def _put_ours_first() -> None:
             raise ImportError(f"{spec.origin} hides the testbed's package {name!r}; give that file another name")
 
 
+def _refuse_windows() -> None:
+    from importlib.util import find_spec  # not at the top, as above
+
+    if find_spec("fcntl") is None:  # the locks of run folders
+        raise SystemExit("error: the testbed needs Linux or macOS; on Windows, use WSL")
+
+
 _put_ours_first()
+_refuse_windows()
 
 
 def __getattr__(name: str) -> Any:

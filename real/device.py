@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from real.config import DTYPES
+from real.cpu_name import cpu_name
 from real.parallel.group import SINGLE, TensorGroup
 from testbed.errors import ConfigError, DeviceError
 from testbed.specs.model import ModelSpec
@@ -58,16 +57,7 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     num_threads = torch.get_num_threads()
-    return f"{_cpu_name()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return f"{cpu_name()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
 
 
 @contextmanager

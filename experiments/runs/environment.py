@@ -12,6 +12,8 @@ from typing import Any
 
 from xxhash import xxh64
 
+from real.cpu_name import cpu_name
+
 PACKAGES = (
     "torch", "triton", "flash-attn", "transformers", "simpy", "pandas", "pyarrow", "numpy", "matplotlib", "xxhash",
     "hydra-core",
@@ -71,16 +73,7 @@ def source_hash() -> str:
 def describe_machine() -> dict[str, Any]:
     """Returns {platform, cpu, num_cores, gpu}. The GPU is read from the driver (nvidia-smi), without torch."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"platform": platform.platform(), "cpu": _cpu(), "num_cores": num_cores, "gpu": _ask_driver(_GPU)}
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return {"platform": platform.platform(), "cpu": cpu_name(), "num_cores": num_cores, "gpu": _ask_driver(_GPU)}
 
 
 def describe_driver() -> str:

@@ -14,6 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from real.cpu_name import cpu_name
 from testbed.compiled import c_compiler
 
 FLAGS = (
@@ -98,5 +99,5 @@ def _processor() -> bytes:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return f"{platform.machine()} {platform.processor()}".encode()
+        return f"{platform.machine()} {cpu_name()}".encode()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})).encode()

@@ -1,4 +1,4 @@
-"""Runs that are ended from outside; which ranks a process has started, and whether they are gone. Linux only."""
+"""Runs that are ended from outside; which ranks a process has started, and whether they are gone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from analysis.load import load_run
+from real.parallel.processes import WORKER
 from tests.experiments.kit import REAL, TINY, latest, manifest_of, say
 
 LONG = ("trace.num_requests=9000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
@@ -81,20 +83,21 @@ def check_interrupt(driver: subprocess.Popen[str], folder: Path, culprit: str) -
 
 def ranks_of(process: int) -> list[int]:
     """Its children that run as ranks; one that has ended and was not waited for is none."""
-    listed = Path(f"/proc/{process}/task").glob("*/children")
-    return [child for file in listed for child in map(int, file.read_text().split()) if _is_rank(child)]
+    return [child.pid for child in psutil.Process(process).children() if _is_rank(child)]
 
 
-def _is_rank(process: int) -> bool:
-    return is_running(process) and b"real.parallel.worker" in Path(f"/proc/{process}/cmdline").read_bytes()
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        return WORKER in process.cmdline()
+    except psutil.Error:  # it has ended
+        return False
 
 
 def is_running(process: int) -> bool:
     try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def assert_gone(processes: Sequence[int], within_s: float = 15.0) -> None:

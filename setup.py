@@ -183,6 +183,8 @@ def module_of(file: str) -> str:
 def compile_files(files: list[str], work: Path, target: Path) -> dict[str, Any]:
     """Extension modules of `files` below `target`. Returns what the manifest says of them."""
     c_compiler = describe_compiler()
+    if compiled.c_compiler() == ["cc"]:
+        os.environ["CC"] = "cc"  # setuptools would take the one that built this Python
     extensions = translated(files, work)
     is_unix = c_compiler.split()[0] in ("gcc", "clang")
     for extension in extensions:
@@ -231,8 +233,6 @@ def describe_compiler() -> str:
     if os.name == "nt":
         return "msvc"
     command = compiled.c_compiler()
-    if command == ["cc"]:
-        os.environ["CC"] = "cc"  # setuptools would take the one that built Python
     try:
         said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):

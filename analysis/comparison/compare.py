@@ -124,7 +124,7 @@ FILLED = (
     Metric("busy", "busy_share", 0, fmt.share),
 )
 FLEET = (Metric("busiest replica over mean", "replicas.imbalance.computed_tokens", 0, fmt.number),)
-_NAMED = {metric.path: metric for metric in (*LATENCY, *RATES, *SLO_METRICS, DEADLINES, *INSIDE, *FILLED, *FLEET)}
+_NAMED = {metric.path: metric for metric in (*RATES, *SLO_METRICS, DEADLINES, *INSIDE, *FILLED, *FLEET)}
 FAIRNESS = (
     Metric("service gap of tenants", "fairness.max_min_service_gap_tokens", 0, partial(fmt.number, unit="tokens")),
     Metric("Jain's index of normalised latency", "fairness.jain_normalised_latency", 0, fmt.number),
@@ -158,9 +158,9 @@ TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "qu
 def metric_of(path: str) -> Metric:
     """The metric at a dotted path of a summary; a metric without a name of its own has its path as label."""
     name, _, which = path.rpartition(".")
-    if path in _NAMED or name not in TIMES:
-        return _NAMED.get(path, Metric(path, path, 0, fmt.number))
-    return Metric(f"{which.replace('p', 'P')} {TIMES[name]}", path, -1, fmt.seconds)
+    if name in TIMES:
+        return Metric(f"{which.replace('p', 'P')} {TIMES[name]}", path, -1, fmt.seconds)
+    return _NAMED.get(path, Metric(path, path, 0, fmt.number))
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,8 +187,8 @@ class EngineCheck:
         row, start_ns, end_ns = self._first_impossible
         return False, (
             f"{self._num_impossible} of {self._num_steps} steps overlap the one after, or last no time; an engine "
-            f"takes one step at a time: the records contradict themselves. The first is row {row} of steps.parquet, "
-            f"from {start_ns} ns to {end_ns} ns"
+            f"takes one step at a time: the records contradict themselves. The first is row {row} of its steps in "
+            f"steps.parquet, from {start_ns} ns to {end_ns} ns"
         )
 
     def _littles_law(self) -> Check:
@@ -215,8 +215,8 @@ class EngineCheck:
             row, start_ns, by_steps, by_requests = self._first_wrong
             return False, (
                 f"{self._num_wrong} of {self._num_steps} steps count another number of requests than are in the "
-                f"system; the first is row {row} of steps.parquet, at {start_ns / 1e9:.6f} s: {by_steps} by the step, "
-                f"{by_requests} by the requests"
+                f"system; the first is row {row} of its steps in steps.parquet, at {start_ns / 1e9:.6f} s: {by_steps} "
+                f"by the step, {by_requests} by the requests"
             )
         if self._has_groups:
             return None, "not applicable: steps count every sequence of a parallel or beam request"

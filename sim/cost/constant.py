@@ -14,7 +14,6 @@ class ConstantCost:
     """A step that computes or moves something takes step_s, rounded to ns; any other takes no time."""
 
     def __init__(self, config: ConstantConfig) -> None:
-        self.config = config
         self._spans = Spans(forward_ns=round(config.step_s * 1e9))
 
     def price(self, shape: BatchShape) -> Spans:

@@ -18,8 +18,8 @@ class Passes(NamedTuple):
     """num_kernels: launches, each with the device's floor. bytes_per_logit: read and written for each logit of each
     row. num_sweeps: passes of one multiprocessor over one row; their time does not depend on the number of rows."""
 
-    num_kernels: int = 0
-    bytes_per_logit: int = 0
+    num_kernels: int
+    bytes_per_logit: int
     num_sweeps: int = 0
 
 

@@ -27,7 +27,7 @@ class LinearCost:
     """
 
     def __init__(self, config: LinearConfig, sliding_window: int | None = None) -> None:
-        self._window, self.config = sliding_window, config
+        self._window = sliding_window
         self._base_ns = config.base_s * 1e9
         self._prefill_ns = config.per_prefill_token_s * 1e9
         self._decode_ns = config.per_decode_s * 1e9

@@ -164,7 +164,7 @@ def test_an_edge_lies_where_the_attainment_crosses_the_share():
         return Edge.between(10.0, 40.0, load(100, 4), failed, 0.95).read
 
     assert read(load(100, 8)) == pytest.approx(10 * 4 ** (1 / 4)), "96, 92 %: a quarter of the way, by logarithms"
-    for other in (load(100, 8, whole=False), load(100, 4, waiting=(10.0, 60.0, 110.0))):
+    for other in (load(100, 8, whole=False), load(100, 5, waiting=(10.0, 60.0, 110.0))):
         assert read(other) == pytest.approx(20), "stopped early, or an overload alone"
 
 

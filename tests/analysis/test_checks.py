@@ -284,7 +284,12 @@ def test_a_real_engines_clock_may_oversleep() -> None:
         requests[name] += 300
     for name in ("start_ns", "end_ns"):
         steps[name] += 300
-    assert run_checks(requests, steps, REAL)["never_idle"]["holds"] is True
+    checks = run_checks(requests, steps, REAL)
+    assert checks["never_idle"]["holds"] is True
+    law, duration_ns = checks["littles_law"], int(steps["end_ns"].max())  # from the first arrival on, at 0
+    in_system_ns = (requests["finish_ns"] - requests["queued_ns"]).sum()
+    told = [law[name] for name in ("mean_in_system", "arrival_rate_per_s", "mean_sojourn_s")]
+    assert told == pytest.approx([in_system_ns / duration_ns, 2e9 / duration_ns, in_system_ns / 2e9], rel=1e-9)
     assert run_checks(requests, steps, SIM | {"cost": "recorded"})["never_idle"]["holds"] is True
     assert run_checks(requests, steps, SIM)["never_idle"]["holds"] is False
 
@@ -334,7 +339,9 @@ def test_steps_of_one_replica_that_overlap_or_last_no_time_fail_every_check(
         assert check["holds"] is False
         why = str(check["why"])
         assert "overlap the one after, or last no time" in why
-        assert why.startswith("replica 0: ") if of_fleet else "row " in why
+        assert why.startswith("replica 0: " * of_fleet)
+        at = (0 if of_fleet else len(steps) - 1) if name.startswith("every") else 7
+        assert f"The first is row {at} of its steps in steps.parquet, from " in why
         assert "replica 1" not in why
     assert len(failures(checks)) == len(CHECKS)
 
@@ -355,10 +362,12 @@ def test_a_fleet_is_checked_replica_by_replica(sound: Records) -> None:
         assert fleet[name][key] == 2 * one[name][key]
     lost = run_checks(both[0], both[1][both[1]["replica"] == 0], SIM)
     assert "replica 1: not applicable: no step was recorded" in str(lost["work_conserved"]["why"])
+    assert both[1]["replica"].tolist()[:4] == [1, 0, 1, 0]
     change(both[1], 3, "num_running", 1)
     failed = run_checks(*both, SIM)["littles_law"]
     assert failed["holds"] is False
-    assert str(failed["why"]).startswith("replica ")
+    assert str(failed["why"]).startswith("replica 0: 1 of 114 steps count another number of requests than are in the")
+    assert "; the first is row 1 of its steps in steps.parquet, at " in failed["why"]
 
 
 def test_sums_beyond_64_bits_are_exact() -> None:

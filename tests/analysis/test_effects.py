@@ -263,6 +263,12 @@ def test_p_values_are_corrected_over_the_arms_of_a_metric_and_then_over_the_metr
     }  # fmt: skip
 
 
+def test_the_margin_of_a_share_is_one_of_the_baselines() -> None:
+    change = Estimate(0.004, -0.001, 0.009, 5, "t", p_value=0.5)
+    rows = [Comparison("a", SLO_METRICS[0], 0.5, change, "unknown", base=base) for base in (0.5, 0.4)]
+    assert [judge([row], 0.02, ["a"])[0].verdict for row in rows] == ["equivalent", "inside the noise"]
+
+
 def test_levels_that_decided_alike_are_one_effect() -> None:
     def effects(num_levels: int) -> list[float | None]:
         arms = design(lambda a, b: 1.05**a * 1.1**b, 0.05)

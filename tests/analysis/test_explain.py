@@ -9,8 +9,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from analysis.explain.following import Stretch
 from analysis.explain.frames import preemptions, stretches, waits
-from analysis.explain.request import computed_again, explain_request
+from analysis.explain.request import _pace, computed_again, explain_request
 from analysis.explain.whole_run import _longest_chain, _preempted, explain_run
 from analysis.load import load_run
 from experiments.runs.run import execute
@@ -107,8 +108,51 @@ def test_a_preemption_says_for_whom_and_what_it_cost(tmp_path: Path) -> None:
     again = table[table["state"] == "recompute"].iloc[0]
     assert gone["caught_up_ns"] == again["end_ns"]
     assert gone["lost_tokens"] >= gone["recomputed_tokens"] > 0
-    assert "for the growth of a" in explain_request(load_run(folder), "b").splitlines()[2]
-    assert "for a (1)" in explain_run(load_run(folder))
+    # at 5 s both hold four of the eight blocks; a ends at 16 s, and one of b's is still there: of 17 tokens 13 are left
+    said = explain_request(load_run(folder), "b").replace("\xa0", " ").splitlines()
+    at_head = "at the head of the queue, for KV blocks: 1 to 3 were free, its 17 tokens fill 5"
+    assert said[:3] == [
+        "b waited 11.0 s of its 27.0 s in the system (40.7 %): 10.0 s for KV blocks and 1.00 s for steps that "
+        "preempted, and so admit nothing (11.0 s at the head of the queue).",
+        "Its longest stretch of waiting for one cause: 10.0 s from 6.0000 s (steps 6 to 15) "
+        f"{at_head}; most blocks were held by a (7).",
+        "It was preempted once, for the growth of a: 11.0 s until it ran again (40.7 % of its time), 12 tokens "
+        "computed again.",
+    ]
+    assert said[8:11] == [
+        "- preempted by recompute in step 5 at 5.0000 s, for the growth of a; 16 tokens lost; ran again 11.0 s later; "
+        "12 tokens were computed again, about 923 ms (its share of these steps, by tokens), and was where it had been "
+        "after 12.0 s",
+        "Decoded in 14 steps, 1.00 s each.",
+        "Ended at 27.0000 s as length after 16 output tokens: TTFT 1.00 s, TPOT 1.73 s, E2E 27.0 s.",
+    ]
+    said = explain_run(load_run(folder)).replace("\xa0", " ").splitlines()
+    assert said[:3] == [  # of 16 s + 27 s in the system
+        "2 requests waited 11.0 s in all, 25.6 % of their time in the system: 90.9 % for KV blocks and 9.09 % for "
+        "steps that preempted, and so admit nothing.",
+        "1 preemption (1 by recompute) of 1 request cost 12.0 s until all were where they had been, 27.9 % of their "
+        "time in the system; 12 tokens were computed again.",
+        "Longest in all: b waited 11.0 s (40.7 %), mostly for KV blocks; preempted once; `testbed explain <run> b`.",
+    ]
+    assert "Mean over all requests: 5.50 s." in "".join(said)
+    assert "- b, once, for a (1)" in said
+    assert said[-1].startswith("- b: 688 ms; waited 11.0 s"), "for each of 16 tokens"
+
+
+def test_decodes_beside_the_prompts_of_others_are_compared_with_those_alone() -> None:
+    """Ten steps took 16 s: two of them 8 s, so the others 1 s each."""
+    first, more = (
+        Stretch(0, 4, start * SECOND, end * SECOND, "decode", "", num_steps=5, slowed_ns=slowed * SECOND, num_slowed=1,
+                num_other_prefill_tokens=tokens, takers=takers)
+        for start, end, slowed, tokens, takers in ((0, 9, 5, 200, (("x", 3),)), (9, 16, 3, 100, (("x", 2), ("y", 2))))
+    )  # fmt: skip
+    apart, waits = _pace([first, more]), Stretch(5, 9, 0, 99 * SECOND, "waiting", "kv_blocks", num_steps=5)
+    first.extend(more)
+    assert [text.replace("\xa0", " ") for text in _pace([first, waits])] == [
+        "Decoded in 10 steps, 1.60 s each; 2 of them also computed 300 tokens of others' prompts and took 4.00 s "
+        "against 1.00 s: about 6.00 s in all (the means' difference)."
+    ]
+    assert (apart, dict(first.takers)) == (_pace([first]), {"x": 5, "y": 2})
 
 
 def test_a_preemption_by_a_reset_of_the_prefix_cache_is_called_so(tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ def test_a_fair_order_keeps_the_gap_small(tmp_path: Path) -> None:
         cost = {"name": "constant", "step_s": 0.01}
         run = simulate(trace, model="tiny", folder=tmp_path / order, scheduler=scheduler, cost=cost)
         found[order] = run.summary["fairness"]
+        means = (run.requests.e2e_s / run.requests.num_output_tokens).groupby(run.requests.tenant).mean()
+        assert found[order]["jain_normalised_latency"] == pytest.approx(means.sum() ** 2 / (2 * (means**2).sum()))
     page = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
     assert "| service gap of tenants | Jain's index of normalised latency |" in page
     for name in ("heavy", "light"):

@@ -74,6 +74,15 @@ def test_ranking_agreement(tmp_path):
     assert row.kendall_tau == pytest.approx(1 / 3)
     assert row.real_spread == pytest.approx(2.0)
     assert (row.num_told_apart, row.num_same_order) == (3, 2)
+    for times, regret, is_clear in (
+        ({"a": (2, 1), "b": (1, 3), "c": (3, 3)}, 2.0, True),  # the others are as slow as each other
+        ({"a": (2, 1), "b": (1, 1.01), "c": (3, 3)}, pytest.approx(0.01), False),
+        ({"a": (2, 0), "b": (1, 1), "c": (3, 3)}, None, True),  # no share of 0
+    ):
+        row = fidelity.ranking_agreement(
+            policies(tmp_path / f"{is_clear}{regret is None}", times), ["ttft_s.mean"]
+        ).iloc[0]
+        assert (row.sim_winner, row.regret, row.winner_is_clear) == ("b", regret, is_clear)
 
 
 def test_where_several_are_best_in_the_simulator_none_is_picked(tmp_path):
@@ -214,7 +223,8 @@ def with_steps(paces: Sequence[float]) -> Run:
 
 
 def test_the_error_of_a_step_is_signed_and_relative_to_the_measured_one() -> None:
-    steps = fidelity.step_errors(with_steps([1.0]), with_steps([1.25]))
+    outliers = [1.0, 1.0, 2.0], [1.25, 4.0, 1.25]  # which move no median
+    steps = fidelity.step_errors(*map(with_steps, outliers))
     assert steps is not None
     assert steps.by_region["group"].tolist() == ["decode", "mixed"]
     for column, value in (("sim_s", 0.001), ("measured_s", 0.00125), ("error", -0.2)):

@@ -203,6 +203,8 @@ def test_hits_preemptions_and_fairness():
     assert summary["prefix_hit_rate"] == 0.1  # the third was never admitted
     assert summary["preemptions"]["total"] == 2
     assert summary["preemptions"]["recomputed_share"] == 0.1
+    without_steps = summarise(rows, NO_STEPS, {})["preemptions"]["recomputed_share"]
+    assert without_steps == 32 / (100 - 40 + 300 + 2 + 2 + 32), "of each output all but the last token is computed"
     assert (summary["preemptions"]["total"], summary["preemptions"]["requests_share"]) == (2, 1 / 3)
     assert summary["fairness"]["jain_service"] == pytest.approx((103 + 303) ** 2 / (2 * (103**2 + 303**2)))
     assert summary["fairness"]["max_min_service_gap_tokens"] == 0, "they never waited beside one another"

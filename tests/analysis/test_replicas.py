@@ -18,7 +18,7 @@ S = 10**9
 
 def twice() -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """A run, and the same run on two replicas at once: requests, steps, manifest; the summary of the one."""
-    requests, steps, manifest = simulate(seed=3)
+    requests, steps, manifest = simulate(seed=3, num_blocks=100, rate=12)
     alone = summarise(requests, steps, manifest)
 
     def both(data: Any) -> pd.DataFrame:
@@ -50,6 +50,9 @@ def test_two_equal_replicas_are_twice_one() -> None:
     first, second = replicas["each"]
     assert first == second
     assert first["kv"] == alone["kv"]
+    assert first["num_preemptions"] == alone["preemptions"]["total"] > 0
+    told = first["prefix_hit_rate"], first["ttft_mean_s"], first["num_finished"]
+    assert told == pytest.approx((alone["prefix_hit_rate"], alone["ttft_s"]["mean"], alone["num_finished"]))
     assert first["requests_per_s"] == pytest.approx(alone["throughput"]["requests_per_s"])
     assert {name: check["holds"] for name, check in fleet["checks"].items()} == {
         name: check["holds"] for name, check in alone["checks"].items()

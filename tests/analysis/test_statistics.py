@@ -120,7 +120,10 @@ def test_circular_blocks_are_wider_than_naive_under_autocorrelation():
         assert estimate.high - estimate.low > 2 * 1.96 * series.std() / math.sqrt(num)
     assert hits / 60 >= 0.85
     assert block_length(np.zeros(50)) == 1
-    assert block_length(rng.normal(size=9)) <= 2
+    assert (
+        block_length([*[1] * 4, *[-1] * 4] * 25) == 9
+    )  # rho = 101 / 200: (sqrt(6) 0.505 / 0.745)^(2/3) 200^(1/3) = 8.2
+    assert block_length(np.arange(40)) == 10, "at most a quarter"
 
 
 def test_the_end_of_a_series_is_drawn_as_often_as_its_middle():

@@ -4,6 +4,7 @@ import json
 import random
 from collections import deque
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -84,6 +85,10 @@ def test_curves_are_level_before_and_go_on_after_what_was_measured():
 def test_a_fit_finds_known_prices_again():
     fit = calibrate(Profile(manifest(), measured(CalibratedCost(KNOWN), grid())))
     assert fit.quality["all"].p90 < 0.02
+    rows = [shape.num_tokens for shape in grid() if shape.prefills]  # of as many different shapes
+    for low, high in pairwise(num for num, _ in fit.prefill_curve):  # a twelfth of the shapes, or twice the rows
+        assert (num := sum(low < num <= high for num in rows)) >= 4
+        assert 12 * num >= len(rows) or high >= 2 * low
     for shape in grid(seed=11):
         assert CalibratedCost(fit).price(shape).total_ns == pytest.approx(
             CalibratedCost(KNOWN).price(shape).total_ns, rel=0.05
@@ -233,6 +238,8 @@ def test_the_range_is_that_of_each_feature():
     assert str(far[0]) == "decode num_decodes up to 512 (profiled: 1 to 256; 2 x outside)"
     short = outside(ranges, BatchShape(0, 0, (PrefillChunk(0, 4),), 1))
     assert [item.excess for item in short] == [4.0, 4.0]
+    more = outside(profiled_ranges([BatchShape(1, 9, (), 1)]), BatchShape(3, 9, (), 3))
+    assert [item.excess for item in more] == [3.0]
 
 
 def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
@@ -254,6 +261,7 @@ def test_a_fit_is_saved_and_loaded_exactly(tmp_path):
         (["decode_curve"], [], r"decode_curve is \[\]; expected a list of \(rows, ns\)"),
         (["decode_curve", 1], [1, 5], r"decode_curve\[1\] is \[1, 5\]; expected more rows, and no less ns, than \[1, "),
         (["decode_curve", 1], [9], r"decode_curve\[1\] is \[9\]; expected a pair of numbers"),
+        (["decode_curve", 1], "9!", r"decode_curve\[1\] is '9!'; expected a pair of numbers"),
         (["coefficients_ns", "host"], 10**400, r"coefficients_ns.host is 1000\d*\.\.\.0*; expected a number of ns"),
         (["coefficients_ns", "host_row"], 1e300, "coefficients_ns.host_row is 1e\\+300; expected a number of ns"),
         (["decode_curve", 2], [10**400, 1e7], r"decode_curve\[2\]\[0\] is 1000.*; expected a whole number, from 0 to "),

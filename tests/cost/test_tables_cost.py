@@ -158,15 +158,18 @@ def test_the_breakdown_adds_up_to_the_price(shape):
 
 
 def test_between_measured_products_the_distance_from_the_roofline_is_interpolated():
-    sizes = [(k, n) for k in (512, 2048) for n in (1024, 4096)]
-    points = [(m, n, k, 1.0 + (k > 512) + 2 * (n > 1024)) for k, n in sizes for m in ROWS]
-    times = [factor * roofline().product_ns(m, k, n, 2) for m, n, k, factor in points]
-    rows = table("gemm", {"m": [p[0] for p in points], "n": [p[1] for p in points], "k": [p[2] for p in points]}, times,
-                 kernel="linear", dtype="bfloat16")  # fmt: skip
-    cost = priced(rows)
-    ratio = cost.breakdown(prefill(64))["gate_up"] / roofline().breakdown(prefill(64))["gate_up"]  # 1024 x 4096
-    assert ratio == pytest.approx((3 * 4) ** 0.5, rel=0.01)  # half way between 512 and 2048, by the logarithm
-    assert cost.origins(prefill(64))["gate_up"] == SCALED
+    def gate_up(*sizes: tuple[int, int]) -> float:
+        """Its time over the roofline's: of 1024 x 4096, which is not measured."""
+        points = [(m, n, k, 1.0 + (k > 512) + 2 * (n > 1024)) for k, n in sizes for m in ROWS]
+        times = [factor * roofline().product_ns(m, k, n, 2) for m, n, k, factor in points]
+        columns = {name: [point[i] for point in points] for i, name in enumerate("mnk")}
+        cost = priced(table("gemm", columns, times, kernel="linear", dtype="bfloat16"))
+        assert cost.origins(prefill(64))["gate_up"] == SCALED
+        return cost.breakdown(prefill(64))["gate_up"] / roofline().breakdown(prefill(64))["gate_up"]
+
+    every = [(k, n) for k in (512, 2048) for n in (1024, 4096)]
+    assert gate_up(*every) == pytest.approx((3 * 4) ** 0.5, rel=0.01)  # half way, by the logarithm
+    assert gate_up((512, 1024), (2048, 4096)) == pytest.approx(4, rel=0.01), "not all around it: the nearest"
 
 
 def test_beyond_a_table_its_last_value_grows_as_the_roofline_does():
@@ -297,6 +300,12 @@ def test_small_operators_come_from_tables_that_have_them_all():
     qwen = replace(MODEL, architecture="Qwen3ForCausalLM")
     norm = table("elementwise", {"m": [1, 96]}, [500.0, 900.0], kernel="qk_norm", dtype="bfloat16", n=1280)
     assert priced(*rows, norm, model=qwen).breakdown(prefill(96))["elementwise"] == 3 * (4 * 5000 + 900)
+    halves = [
+        row.set_column(row.column_names.index("n"), "n", [[width] * 2])
+        for row, width in zip(rows, (1024, 640, 1024), strict=True)
+    ]
+    two = priced(*halves, norm, model=qwen, size=2)  # the norm as it was measured on one rank
+    assert two.breakdown(prefill(96))["elementwise"] == 3 * (4 * 5000 + 900)
     part = priced(*rows[:2])
     assert part.breakdown(prefill(96))["elementwise"] == roofline().breakdown(prefill(96))["elementwise"]
 

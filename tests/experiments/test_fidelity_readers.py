@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from analysis.load import Run
 from experiments.cli import main
 from experiments.fidelity.formats import read_files, recognise
+from experiments.fidelity.measured import MeasuredRun
 from tests.analysis.runs import change_manifest
 from tests.experiments.fidelity_kit import FILE, compared, copied, error_line, fidelity, ran
-from tests.experiments.measured_files import WRITERS, rows_of, write
+from tests.experiments.measured_files import EPOCH_S, WRITERS, rows_of, write
 
 Rows = list[dict[str, Any]]
 
@@ -237,6 +239,38 @@ def test_a_stated_tpot_is_that_of_ttft_and_e2e_or_gives_e2e(tmp_path, say):
     (row,) = read_files([log_file(tmp_path, tpot_s=0.0025, e2e_s=None)], FILE).measured[0].requests
     assert row.e2e_s == pytest.approx(0.35)
     assert "'e2e_s' is absent" in error_line(say, log_file(tmp_path, e2e_s=None), *FILE)
+
+
+def changed_lines(file: Path, change: Callable[[list[dict[str, Any]]], object]) -> MeasuredRun:
+    """What is read of a file of JSON lines after a change of its records."""
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    change(records)
+    file.write_text("\n".join(map(json.dumps, records)))
+    (run,) = read_files([file], FILE).measured
+    return run
+
+
+def test_what_aiperf_warmed_up_with_and_what_failed_is_left_out_and_counted(rows, tmp_path):
+    def change(records: list[dict[str, Any]]) -> None:
+        records[0]["metadata"]["benchmark_phase"] = "warmup"
+        records[1]["error"] = {"code": 500}
+        records[2]["metadata"]["was_cancelled"] = True
+
+    run = changed_lines(write(tmp_path, "aiperf", rows), change)
+    assert {row.request_id for row in run.requests} == {row["id"] for row in rows[3:]}
+    failed = f"2 of {len(rows) - 1} requests failed in the measured run and were left out"
+    assert run.notes[1:] == ("1 request of the warm-up left out", failed)
+
+
+def test_where_the_engine_goes_by_the_wall_clock_no_offset_is_taken_from_arrivals(rows, tmp_path):
+    def change(records: list[dict[str, Any]]) -> None:
+        del records[0]  # all others are queued 10 ms after they came
+        for record in records:
+            record["arrival_time"] += 777.0 - EPOCH_S
+
+    run = changed_lines(write(tmp_path, "llmservingsim-bench", rows), change)
+    ttfts = {row["id"]: pytest.approx(row["ttft_s"], abs=1e-6) for row in rows[1:]}
+    assert {row.request_id: row.ttft_s for row in run.requests} == ttfts
 
 
 def test_the_stream_of_guidellm_may_end_after_the_last_token_and_not_before(rows, tmp_path, say):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from analysis import format as fmt
-from analysis.comparison.arms import by_load, infer_arms
+from analysis.comparison.arms import by_load, infer_arms, replicates
 from analysis.comparison.groups import experiments
 from analysis.comparison.pairs import infer_pairs, join_repeats
 from analysis.load import load, load_run, load_sweep
@@ -32,6 +32,14 @@ def test_the_speed_of_a_replay_is_a_load_and_no_policy(tmp_path):
     (arm,) = infer_arms(runs)
     assert list(by_load([arm], [])) == ["backend.speed = 2", "backend.speed = 8"]
     assert len(experiments(runs)) == 1
+
+
+def test_seeds_of_the_trace_alone_make_replicates_and_no_loads(tmp_path):
+    for seed in range(2):
+        change_config(write_run(tmp_path / f"{seed}", seed=seed, num_requests=10), seed=0, trace__seed=seed)
+    (arm,) = infer_arms(load_sweep(tmp_path).runs)
+    assert list(by_load([arm], [])) == [""]
+    assert len(replicates(arm)) == 2
 
 
 def test_a_unit_follows_the_value_and_is_no_part_of_the_name():

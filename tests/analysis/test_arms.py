@@ -9,7 +9,7 @@ import pytest
 from analysis import format as fmt
 from analysis.comparison.arms import by_load, infer_arms, replicates
 from analysis.comparison.groups import experiments
-from analysis.comparison.pairs import infer_pairs, join_repeats
+from analysis.comparison.pairs import engine_of, infer_pairs, join_repeats
 from analysis.load import load, load_run, load_sweep
 from analysis.naming import apart, level_names
 from tests.analysis.runs import change_config, change_manifest, write_run
@@ -103,20 +103,35 @@ def test_only_a_path_through_a_runs_own_folder_says_nothing_of_its_load(tmp_path
 
 def test_a_real_run_is_paired_with_the_simulation_of_its_model_and_first_with_the_one_beside_it(tmp_path):
     for model in ("a", "b"):
-        change_config(write_run(tmp_path / model / "sim", num_requests=8), model__name=model)
+        change_config(
+            write_run(tmp_path / model / "sim", num_requests=8), model__name=model, backend__num_replicas=1
+        )  # which a run in vLLM does not say
         for name in ("1-again", f"{model}/real"):
             change_config(write_run(tmp_path / name, "real", num_requests=8), model__name=model)
+    change_config(write_run(tmp_path / "2-vllm", "vllm", num_requests=8), model__name="b")
     pairs = join_repeats(infer_pairs(load_sweep(tmp_path).runs))
     names = {
-        pair.sim.path.parent.name: [run.path.relative_to(tmp_path).as_posix() for run in pair.reals] for pair in pairs
+        (pair.sim.path.parent.name, engine_of(pair.real)): [
+            run.path.relative_to(tmp_path).as_posix() for run in pair.reals
+        ]
+        for pair in pairs
     }
-    assert names == {"a": ["a/real"], "b": ["b/real", "1-again"]}
+    assert names == {("a", "real"): ["a/real"], ("b", "real"): ["b/real", "1-again"], ("b", "vllm"): ["2-vllm"]}
     change_config(tmp_path / "b/sim", model__name="c")
     assert [pair.real.path.parent.name for pair in infer_pairs(load_sweep(tmp_path).runs)] == ["a"], "b has none"
     for name in ("b/sim", "b/real", "1-again"):
         change_manifest(tmp_path / name, measured_trace={"name": "synthetic"})
     kept = [pair.real.path for pair in infer_pairs(load_sweep(tmp_path).runs)]
     assert tmp_path / "b/real" in kept, "testbed fidelity simulated it as another model"
+
+
+def test_pairs_of_one_policy_are_told_apart_by_their_loads(tmp_path):
+    for rate in (4, 8):
+        for backend in ("sim", "real"):
+            folder = write_run(tmp_path / f"{backend}-{rate}", backend, num_requests=8, rate=rate)
+            change_config(folder, trace__rate=rate)
+    labels = [pair.label for pair in infer_pairs(load_sweep(tmp_path).runs)]
+    assert labels == ["decode_first at rate = 4", "decode_first at rate = 8"]
 
 
 def test_classes_of_one_name_in_two_modules_are_two_arms_with_two_names(tmp_path):

@@ -226,7 +226,8 @@ def test_a_window_has_what_overlaps_it_whole(folder: Path) -> None:
 def test_steps_can_be_named_instead(folder: Path) -> None:
     events = drawn(folder, window=Window(steps=(10, 12)))
     assert [event["args"]["step"] for event in slices(events, *KINDS)] == [10, 11, 12]
-    refused(folder, r"no step is in 900000:900001; the run has steps 0 to \d+", Window(steps=(900_000, 900_001)))
+    last = len(records(folder, "steps")) - 1
+    refused(folder, rf"no step is in 900000:900001; the run has steps 0 to {last}\b", Window(steps=(900_000, 900_001)))
 
 
 def test_a_window_of_nothing_is_refused(folder: Path) -> None:

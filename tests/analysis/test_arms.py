@@ -103,9 +103,7 @@ def test_only_a_path_through_a_runs_own_folder_says_nothing_of_its_load(tmp_path
 
 def test_a_real_run_is_paired_with_the_simulation_of_its_model_and_first_with_the_one_beside_it(tmp_path):
     for model in ("a", "b"):
-        change_config(
-            write_run(tmp_path / model / "sim", num_requests=8), model__name=model, backend__num_replicas=1
-        )  # which a run in vLLM does not say
+        change_config(write_run(tmp_path / model / "sim", num_requests=8), model__name=model, backend__num_replicas=1)
         for name in ("1-again", f"{model}/real"):
             change_config(write_run(tmp_path / name, "real", num_requests=8), model__name=model)
     change_config(write_run(tmp_path / "2-vllm", "vllm", num_requests=8), model__name="b")

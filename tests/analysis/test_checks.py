@@ -362,7 +362,6 @@ def test_a_fleet_is_checked_replica_by_replica(sound: Records) -> None:
         assert fleet[name][key] == 2 * one[name][key]
     lost = run_checks(both[0], both[1][both[1]["replica"] == 0], SIM)
     assert "replica 1: not applicable: no step was recorded" in str(lost["work_conserved"]["why"])
-    assert both[1]["replica"].tolist()[:4] == [1, 0, 1, 0]
     change(both[1], 3, "num_running", 1)
     failed = run_checks(*both, SIM)["littles_law"]
     assert failed["holds"] is False

@@ -21,6 +21,7 @@ from experiments.commands.app import config_from
 from experiments.configuration.settings import RecordConfig
 from experiments.console import Parser, folder_named, visible
 from experiments.runs.parity import check_parity, num_tapes
+from experiments.runs.repeat import repeating
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import refuse_overwrite, refuse_running
 from experiments.wiring.engines import RunRecords, fleet_digest
@@ -95,7 +96,8 @@ def _repeat(run: Run, target: Path) -> str:
         )
     changes = ["record.explain=true", "record.steps=true", "record.operators=false", "record.status_s=null"]
     cut = None if run.is_complete else _Until(num_steps)
-    result = execute(config_from(run.path, changes), target, command=f"testbed explain {run.path}", watch=cut)
+    with repeating(run.path):
+        result = execute(config_from(run.path, changes), target, command=f"testbed explain {run.path}", watch=cut)
     if result.exit_status == INTERRUPTED:
         raise KeyboardInterrupt
     if run.is_complete:

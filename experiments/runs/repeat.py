@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,15 @@ from testbed.errors import TraceError
 
 @contextmanager
 def repeating(source: Path) -> Iterator[None]:
-    """Context in which an error of the trace names the run in `source`, which says where the trace was."""
+    """Context in which an error of the trace names the run in `source`, which says where the trace was, and the way to
+    say where it is."""
     try:
         yield
     except TraceError as error:
-        raise TraceError(f"{source} cannot be run again: {error}") from None
+        raise TraceError(
+            f"{source} cannot be run again: {error}; bring the file back, or say where it is: testbed run "
+            f"from={shlex.quote(str(source))} trace.path=…"
+        ) from None
 
 
 def measured_anew(source: Path, before: dict[str, Any], config: RunConfig) -> str:

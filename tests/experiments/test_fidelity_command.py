@@ -371,7 +371,8 @@ def test_a_trace_that_has_changed_since_the_run_is_refused(tmp_path, say):
     gone = f"{run.path} cannot be run again: {file}: does not exist; expected the path of a trace file"
     assert gone in error_line(say, run.path)
     again = ("run", f"from={run.path}", f"hydra.run.dir={tmp_path / 'again'}")
-    assert gone in say(*again).error()
+    for words in (again, ("explain", str(run.path))):
+        assert f"{gone}; bring the file back, or say where it is: testbed run from={run.path} " in say(*words).error()
     assert say(*again, "trace.path=nowhere").error().startswith("nowhere: does not exist"), "it is not the run's"
 
 

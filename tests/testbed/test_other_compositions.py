@@ -7,6 +7,7 @@ import pytest
 from testbed.blocks.config import KVRules
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy, PrefillChunk
+from testbed.core.sampling import SamplingParams
 from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSplit
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler
 from tests.testbed.stepping import add, drain, preempted, rows, scheduled, step, steps
@@ -167,6 +168,14 @@ def test_what_a_static_batch_preempted_belongs_to_the_next_batch() -> None:
     assert seen[1] == ([("a", 1)], ["b"], BlockedBy.BATCH)
     assert seen[2:5] == [([("a", 1)], [], BlockedBy.BATCH)] * 3
     assert seen[5:] == [([("b", 5), ("c", 2)], [], None)]
+
+
+def test_what_comes_back_to_a_static_batch_keeps_to_its_budget() -> None:
+    scheduler = make_scheduler("static", limits=make_limits(budget=3), num_blocks=9, num_cpu_blocks=8, block_size=2)
+    group = make_request("three", 1, 3, sampling=SamplingParams(n=3, temperature=1))
+    add(scheduler, make_request("a", 1, 12), make_request("b", 1, 9), group)
+    plans = [(rows(plan), plan.swapped_in) for plan, _ in steps(scheduler)]
+    assert [num for num, back in plans if back] == [[("three", 1)] * 3], "with a's they were four"
 
 
 @pytest.mark.parametrize("composition", ["prefill_decode_split", "iteration_level", "static"])

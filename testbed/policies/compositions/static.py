@@ -33,7 +33,7 @@ class Static:
 
     def _swap_in(self, step: Step) -> None:
         for seq in step.swapped():
-            if step.take_back(seq, seq.num_tokens - seq.num_computed_tokens) is AllocStatus.LATER:
+            if not (num_tokens := step.next_chunk(seq)) or step.take_back(seq, num_tokens) is AllocStatus.LATER:
                 return
 
     def _admit(self, step: Step) -> None:

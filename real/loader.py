@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,8 +132,8 @@ def load_safetensors(model: nn.Module, folder: Path) -> None:
 
 
 def _shown(items: Iterable[T], num: int) -> Iterable[T]:
-    """The weights, with a progress bar if standard error is a terminal; processes of ranks and replicas show none."""
-    if is_spawned():
+    """The weights, with a progress bar if standard error is a terminal; only in the process that a user started."""
+    if is_spawned() or parent_process() is not None:
         return items
     return tqdm(items, "weights", num, unit="weight", leave=False, delay=0.5, disable=None)
 

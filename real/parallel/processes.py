@@ -317,7 +317,7 @@ def spawn(timeout_s: float, environment: dict[str, str] | None = None) -> tuple[
 
 def is_spawned() -> bool:
     """Whether this process is a rank's or a replica's, which `spawn` started."""
-    spec = sys.modules["__main__"].__spec__
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)  # pdb leaves none
     return spec is not None and spec.name == WORKER
 
 

@@ -279,5 +279,7 @@ def test_weights_have_a_bar_on_a_terminal_of_the_main_process_only(monkeypatch: 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert list(loader._shown("ab", 2)) == ["a", "b"]
     assert not loader._shown("ab", 2).disable
-    monkeypatch.setattr(loader, "is_spawned", lambda: True)
-    assert loader._shown("ab", 2) == "ab"
+    for name, told in (("is_spawned", True), ("parent_process", "a sweep's")):
+        with monkeypatch.context() as patch:
+            patch.setattr(loader, name, lambda told=told: told)
+            assert loader._shown("ab", 2) == "ab"

@@ -97,11 +97,13 @@ def test_a_rank_that_hangs_does_not_outlive_its_replica(fails: bool) -> None:
     assert_gone([rank])
 
 
-def test_a_process_that_was_spawned_knows_it() -> None:
+def test_a_process_that_was_spawned_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no progress bars; with macOS's way of starting processes, tqdm's lock would outlast it."""
     process, channel = processes.spawn(5.0)
     channel.send(pickle.dumps(SaysWhatItIs()))
     assert pickle.loads(channel.receive() or b"") is True
+    assert not processes.is_spawned()
+    monkeypatch.delattr(sys.modules["__main__"], "__spec__", raising=False)  # as under pdb
     assert not processes.is_spawned()
     channel.hang_up()
     end_process(process)

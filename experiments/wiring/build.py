@@ -162,7 +162,7 @@ def _build(config: RunConfig, pools: Pools) -> Scheduler:
     check_plans_ahead(config)
     check_policies(config, pools)
     made = make_policies(config)
-    _check_made(config, pools, made.composition, made.preemption)
+    _check_made(config, pools, made)
     blocks = BlockManager(
         block_size=cache.block_size,
         num_gpu_blocks=pools.num_gpu_blocks,
@@ -218,16 +218,21 @@ def victim_of_auto(config: RunConfig) -> str | None:
     return str(_victim(chosen, make_policy("scheduler.queue_order", chosen.queue_order)))
 
 
-def _check_made(config: RunConfig, pools: Pools, composition: Any, preemption: Any) -> None:
+def _check_made(config: RunConfig, pools: Pools, made: Policies) -> None:
     """Raises ConfigError if the made policies contradict the settings, however the policies were named."""
-    if isinstance(preemption, Swap) and pools.num_cpu_blocks == 0:
+    if isinstance(made.preemption, Swap) and pools.num_cpu_blocks == 0:
         raise ConfigError(
             "scheduler.preemption=swap needs CPU blocks, and there are none: raise cache.num_cpu_blocks or "
             "cache.swap_space_gib, or choose scheduler.preemption=recompute"
         )
+    if config.scheduler.kv_rules.free_order == "one_queue" and type(made.eviction) not in (LRU, LRUByLastStep):
+        raise ConfigError(
+            "scheduler.kv_rules.free_order=one_queue hands blocks out in the order released; it goes with "
+            "cache.eviction=lru only"
+        )
     bounds = config.limits
     threshold, budget = bounds.long_prefill_token_threshold, bounds.max_num_batched_tokens
-    if threshold > budget and isinstance(composition, Unified):
+    if threshold > budget and isinstance(made.composition, Unified):
         raise ConfigError(
             f"scheduler.long_prefill_token_threshold ({threshold}) is larger than max_num_batched_tokens ({budget}); a "
             "chunk cannot exceed the budget: lower it, or set 0 (off)"
@@ -255,11 +260,6 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens is {budget}, and with scheduler.kv_rules.chunks_fill_blocks a step must "
             f"fill a block of {cache.block_size} tokens; raise it, or lower cache.block_size"
-        )
-    if shipped_name("cache.eviction", cache.eviction) != "lru" and scheduler.kv_rules.free_order == "one_queue":
-        raise ConfigError(
-            "scheduler.kv_rules.free_order=one_queue hands blocks out in the order released; it goes with "
-            "cache.eviction=lru only"
         )
 
 

@@ -172,8 +172,12 @@ def test_where_the_free_list_is_the_order_lru_is_meant_by_its_name_and_by_its_cl
     by_class = "{_target_: testbed.blocks.eviction.%s}"
     for eviction in ("lru", by_class % "LRU"):
         build_scheduler(config_of((*TINY, "scheduler=nano_vllm", f"cache.eviction={eviction}")), Pools(50, 0))
-    for eviction in ("fifo", by_class % "FIFO"):
-        with pytest.raises(ConfigError, match=r"it goes with cache\.eviction=lru only"):
+    only = r"it goes with cache\.eviction=lru only"
+    for eviction, said in (
+        ("fifo", only), (by_class % "FIFO", only), ("{name: lru}", "has name where a class is named by _target_"),
+        (by_class % "LRV", "eviction: cannot make 'testbed.blocks.eviction.LRV'"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
             build_scheduler(config_of((*TINY, "scheduler=nano_vllm", f"cache.eviction={eviction}")), Pools(50, 0))
 
 

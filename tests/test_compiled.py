@@ -58,6 +58,7 @@ MACROS = (
 )
 LIMITS = '"""Not compiled."""\nfrom typing import Final\n\nLIMIT: Final = 10\n'
 SHOW = "from testbed import compiled; print(compiled.describe())"
+ELSEWHERE = "import sysconfig; sysconfig.get_config_vars().update(CC='/nowhere/cc', LDSHARED='/nowhere/cc -shared')"
 USE = "from testbed import counter; print(counter.Counter().run(), counter.__file__)"
 
 
@@ -162,6 +163,8 @@ def test_what_is_older_than_its_source_is_not_used_and_says_so_once(tree: Tree, 
 def test_a_rebuild_brings_it_back(tree: Tree) -> None:
     path = tree.root / "testbed" / "limits.py"
     path.write_text(LIMITS.replace("10", "13"))
+    if shutil.which("cc"):  # as if this Python had been built with another one
+        (tree.root / "sitecustomize.py").write_text(ELSEWHERE)
     assert tree.build().startswith("compiled core: built")
     assert tree.python("-c", USE).stdout.startswith("13 ")
     assert tree.mode().startswith("core: compiled")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -14,12 +15,11 @@ _OF_MACOS = ("sysctl", "-n", "machdep.cpu.brand_string")
 @cache
 def cpu_name() -> str:
     """Returns the model's name; where the system tells none, as Linux on Arm, the architecture."""
-    if CPUINFO.is_file():
-        lines = CPUINFO.read_text(errors="replace").splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        return names[0] if names else platform.machine()
-    try:
-        said = subprocess.run(_OF_MACOS, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        said = ""
+    said = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        if CPUINFO.exists():
+            lines = CPUINFO.read_text(errors="replace").splitlines()
+            said = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+        else:
+            said = subprocess.run(_OF_MACOS, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     return said or platform.machine()

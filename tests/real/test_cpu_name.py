@@ -29,6 +29,16 @@ def test_linux_tells_it_unless_the_processor_is_an_arm(
     assert names.cpu_name() == expected
 
 
+def test_what_may_not_be_read_tells_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: object, **__: object) -> str:
+        raise PermissionError
+
+    (tmp_path / "cpuinfo").touch()
+    monkeypatch.setattr(names, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert names.cpu_name() == platform.machine()
+
+
 @pytest.mark.parametrize(
     ("sysctl", "expected"),
     [("echo Apple M3 Pro", "Apple M3 Pro"), ("exit 1", platform.machine()), (None, platform.machine())],

@@ -15,7 +15,7 @@ from testbed.core.sequence import Sequence
 from testbed.core.state import SequenceState
 from testbed.policies.preemption import Swap
 from tests.testbed.core_kit import ALL_COMPOSITIONS, make_blocks, make_limits, make_request, make_scheduler
-from tests.testbed.kv_kit import LATER, NEVER, OK, sequence
+from tests.testbed.kv_kit import LATER, NEVER, OK, compute, sequence
 from tests.testbed.stepping import add, cached, drain, preempted, rows, scheduled, step, steps
 
 # --- block manager ---
@@ -341,6 +341,20 @@ def test_a_block_that_a_copy_of_this_step_still_goes_into_is_not_swapped_into() 
     assert blocks.swapping.can_swap_in(out.together) is OK
     swapped_in = {target for _, target in blocks.swapping.swap_in(out.together)}
     assert not swapped_in & {target for _, target in blocks.planned()}
+
+
+def test_equal_blocks_of_two_victims_are_one_on_the_cpu() -> None:
+    rules = KVRules(duplicates="merged", hits_visible="plan", swap_test="full_blocks")
+    blocks = make_blocks(num_blocks=8, num_cpu_blocks=8, block_size=4, rules=rules)
+    seqs = [sequence(0, [1] * 8 + [2]), sequence(1, [1] * 8 + [3])]
+    tables = [compute(blocks, seq) for seq in seqs]
+    moved = [dict(blocks.swapping.swap_out(seq.together)) for seq in seqs]
+    blocks.check_invariants(seqs)
+    assert [[to[block] for block in table] for to, table in zip(moved, tables, strict=True)] == [
+        seq.cpu_table for seq in seqs
+    ]
+    (*shared, last), (*again, other) = (seq.cpu_table for seq in seqs)
+    assert (shared, last != other, blocks.num_free_cpu_blocks) == (again, True, 8 - 4)
 
 
 def test_a_plan_that_only_brings_somebody_back_is_not_empty() -> None:

@@ -85,7 +85,7 @@ _Piece = Span | bytes  # of a content, or of a run of explicit ids: at most _ID_
 
 
 class PrefixShare:
-    """Finds the part of each prompt that was seen before as a prefix, exact to the token."""
+    """Finds the part of each prompt that was seen before as a prefix, under the same salt, exact to the token."""
 
     def __init__(self) -> None:
         # seen after a prefix: (prefix hash, content key, start in it) -> most tokens; prefix hash -> ids, sorted
@@ -96,17 +96,18 @@ class PrefixShare:
         """Returns how many tokens of the row's prompt are a prefix of an earlier row's prompt and output. Then adds the
         row. The last token of an output does not count: its KV is never computed.
         """
+        root = xxhash.xxh64_intdigest(row.cache_salt.encode()) if row.cache_salt else 0
         prompt = _pieces(row.prompt)
-        num_hit = self._match(prompt)
+        num_hit = self._match(root, prompt)
         num_output = row.num_output_tokens or 0
         if row.output is None or num_output < 2:
-            self._insert(prompt)
+            self._insert(root, prompt)
         else:
-            self._insert(_pieces((*row.prompt, cut_part(row.output, num_output - 1))))
+            self._insert(root, _pieces((*row.prompt, cut_part(row.output, num_output - 1))))
         return num_hit
 
-    def _match(self, pieces: list[_Piece]) -> int:
-        prefix = num_hit = 0
+    def _match(self, prefix: int, pieces: list[_Piece]) -> int:
+        num_hit = 0
         for piece in pieces:
             if isinstance(piece, Span):
                 length, known = piece.length, self._spans.get((prefix, piece.key, piece.start), 0)
@@ -118,8 +119,7 @@ class PrefixShare:
             prefix = _extended(prefix, piece)
         return num_hit
 
-    def _insert(self, pieces: list[_Piece]) -> None:
-        prefix = 0
+    def _insert(self, prefix: int, pieces: list[_Piece]) -> None:
         for piece in pieces:
             if isinstance(piece, Span):
                 place = (prefix, piece.key, piece.start)

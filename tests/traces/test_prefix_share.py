@@ -145,14 +145,14 @@ def named_tokens(parts):
     ]
 
 
-@given(st.lists(contents(), min_size=2, max_size=8))
-def test_explicit_ids_are_compared_to_the_token_however_they_are_cut(prompts):
+@given(st.lists(st.tuples(contents(), st.sampled_from([None, "", "a", "b"])), min_size=2, max_size=8))
+def test_prefixes_of_one_salt_are_compared_to_the_token_however_they_are_cut(rows):
     share, seen = PrefixShare(), []
-    for number, parts in enumerate(prompts):
+    for number, (parts, salt) in enumerate(rows):
         tokens = named_tokens(parts)
-        common = [sum(accumulate(map(eq, tokens, before), and_)) for before in seen]
-        assert share.add(TraceRequest(str(number), number, parts, None)) == max(common, default=0)
-        seen.append(tokens)
+        common = [sum(accumulate(map(eq, tokens, before), and_)) for before, other in seen if other == (salt or "")]
+        assert share.add(TraceRequest(str(number), number, parts, None, cache_salt=salt)) == max(common, default=0)
+        seen.append((tokens, salt or ""))
 
 
 @pytest.mark.parametrize("scope", ["global", "session"])

@@ -113,10 +113,10 @@ def _share_beyond(config: LengthConfig, joint: JointLengths | None, side: int, b
         return joint.share_beyond(side, bound, is_above)
     if config.kind not in ("constant", "lognormal") or (bound == 1 and not is_above):
         return 0.0
+    if config.kind == "constant" or not config.sigma:
+        return float(round(config.value) > bound if is_above else round(config.value) < bound)
     excess = config.value / (bound + 0.5) if is_above else (bound - 0.5) / config.value
-    if config.kind == "lognormal" and config.sigma:
-        return math.erfc(-math.log(excess) / (config.sigma * math.sqrt(2))) / 2
-    return float(excess >= 1)
+    return math.erfc(-math.log(excess) / (config.sigma * math.sqrt(2))) / 2
 
 
 def endless_lengths(config: LengthConfig, rng: np.random.Generator, key: str = "lengths") -> Iterator[int]:

@@ -120,6 +120,10 @@ def test_what_is_given_is_not_cut_and_a_cut_is_told_with_counts():
     assert stream_generated(cut_at, 2, source).notes == (told,)
     raised = SyntheticConfig(num_requests=3, prompt=LengthConfig("constant", 100, min_tokens=200))
     assert stream_generated(raised, 2).notes == ("100% of lengths are raised to 200 tokens: trace.prompt.min_tokens",)
+    for value, num_notes in ((10.5, 0), (11.5, 1)):  # samples are rounded half to even: 10 and 12
+        bound = LengthConfig("lognormal", value, sigma=0.0, max_tokens=int(value))
+        found = stream_generated(SyntheticConfig(num_requests=3, prompt=bound), 2).notes
+        assert found == (f"100% of lengths are cut at {int(value)} tokens: trace.prompt.max_tokens",) * num_notes
     constant = SyntheticConfig(num_requests=3, prompt=LengthConfig("constant", 100_000))
     assert [row.num_prompt_tokens for row in generate(constant)] == [100_000] * 3
 

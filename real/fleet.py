@@ -57,7 +57,7 @@ class Fleet:
         """Does everything that can be done now; returns whether there was anything."""
         has_moved = self._commit()
         now_ns = self._clock.now_ns()  # later arrivals are for the next turn and its plans
-        for _ in self._dispatcher.send_due(now_ns, is_late=True):
+        for _ in self._dispatcher.send_due(now_ns):
             has_moved = True
         for drive, inbox in zip(self._drives, self.inboxes, strict=True):
             if drive.is_waiting and (inbox.next_ns() is not None or not drive.waits_for_events):

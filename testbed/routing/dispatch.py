@@ -136,10 +136,9 @@ class Dispatcher:
         """Returns the instant of the next event of the source."""
         return self._source.next_ns()
 
-    def send_due(self, now_ns: int, *, is_late: bool = False) -> Iterator[int]:
+    def send_due(self, now_ns: int) -> Iterator[int]:
         """Sends each due event to its replica, a reset to all. Yields the replica's number before the next is routed.
-
-        is_late: the caller may have been busy when an event fell due; an arrival is then sent as of its own instant.
+        An arrival is sent as of its own instant: the caller may have been busy then.
         """
         for event in self._source.due(now_ns):
             sent_ns = now_ns
@@ -150,7 +149,7 @@ class Dispatcher:
                 continue
             if isinstance(event, Arrive):
                 name = event.request.request_id
-                sent_ns = min(now_ns, event.request.arrival_ns) if is_late else now_ns
+                sent_ns = min(now_ns, event.request.arrival_ns)
                 self._homes[name] = self._choose(event.request)
             else:
                 name = event.request_id

@@ -105,14 +105,13 @@ def _of_tree(tree: Any) -> str:
 
 
 def _names_of_files(tree: Any, *, is_of_class: bool = False) -> Iterator[str]:
-    """Yields values that name files: those of FILE_KEYS, and parameters of a user's class that are existing paths."""
-    if isinstance(tree, list):
-        for item in tree:
-            yield from _names_of_files(item)
-    for key, value in tree.items() if isinstance(tree, dict) else ():
+    """Yields values that name files: those of FILE_KEYS, and existing paths anywhere in a user's class's parameters."""
+    items: Any = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    is_of_class = is_of_class or (isinstance(tree, dict) and "_target_" in tree)
+    for key, value in items:
         if not isinstance(value, str):
-            yield from _names_of_files(value, is_of_class="_target_" in tree)
-        elif key in FILE_KEYS or (("_target_" in tree or is_of_class) and _exists(value)):
+            yield from _names_of_files(value, is_of_class=is_of_class)
+        elif key in FILE_KEYS or (is_of_class and _exists(value)):
             yield value
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,10 +114,10 @@ def test_the_identity_leaves_out_what_decides_nothing_and_how_the_command_behave
     assert len({identity_of(config).name for config in others} | {one.name}) == 4
 
 
-def test_files_that_a_class_is_given_and_files_of_other_keys_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [str, lambda file: [str(file)], lambda file: {"deep": [{"down": str(file)}]}])
+def test_files_that_a_class_is_given_count_wherever_they_stand(tmp_path: Path, given: Callable[[Path], Any]) -> None:
     (tmp_path / "a.csv").write_text("1")
-    cost = {"_target_": "sim.cost.constant.ConstantCost", "table": str(tmp_path / "a.csv")}
-    config = config_of(cost=cost)
+    config = config_of(cost={"_target_": "sim.cost.constant.ConstantCost", "table": given(tmp_path / "a.csv")})
     before = identity_of(config)
     assert list(before.files) == [str(tmp_path / "a.csv")]
     assert before.classes == {}, "this package's own classes count as its code"

@@ -90,7 +90,8 @@ def restate(folder: Path, config: RunConfig, command: str, origin: Origin) -> bo
     Returns whether they differ from those of `config`. If so, writes the new ones, the command and its settings into
     the folder, and a new summary. The command must set everything else as the run's own command did."""
     file = folder / "config.yaml"
-    if as_yaml({group: config.raw[group] for group in JUDGING}) in file.read_text():
+    _, found, rest = file.read_text().partition(as_yaml({group: config.raw[group] for group in JUDGING}))
+    if found and not rest.startswith(" "):  # else the list that comes last goes on
         return False
     kept = saved_config(folder)
     if all(kept.get(group) == config.raw[group] for group in JUDGING):

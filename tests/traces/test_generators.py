@@ -226,6 +226,9 @@ def test_a_turn_is_the_session_so_far_and_new_text():
     assert len(heads) == 3
     contents = {tuple(materialize(rows[0].prompt, 1000)[40:50]) for rows in sessions.values()}
     assert len(contents) == len(sessions)
+    found = summarise(trace)
+    assert found.arrivals_s.tolist() == [rows[0].arrival_ns / 1e9 for rows in sessions.values()]
+    assert found.turns == Counter(map(len, sessions.values()))
 
 
 def test_open_loop_turns_have_arrivals_of_their_own():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from testbed.traces.parts import cut_parts, join_parts
 from testbed.traces.schema import Span, TokenIds
-from testbed.traces.synthesis import content_key, materialize
+from testbed.traces.synthesis import content_key, heads, materialize
 
 keys = st.integers(0, 2**64 - 1)
 vocabularies = st.integers(1, 2**31 - 1)
@@ -39,7 +39,9 @@ def test_agrees_with_splitmix64_in_plain_python():
 @given(keys, st.integers(0, 10**9), st.integers(0, 300), st.integers(0, 300), vocabularies)
 def test_a_slice_agrees_with_the_whole(key, start, offset, length, vocab_size):
     whole = synthesize(Span(key, start, offset + length), vocab_size)
-    assert synthesize(Span(key, start + offset, length), vocab_size) == whole[offset:]
+    span = Span(key, start + offset, length)
+    assert synthesize(span, vocab_size) == whole[offset:]
+    assert heads([span, span], 64, vocab_size) == [whole[offset:][:64]] * 2
     assert all(0 <= token < vocab_size for token in whole)
 
 

@@ -162,10 +162,18 @@ def test_every_field_that_matters_changes_the_fingerprint():
         {"prompt": (Span(1, 0, 9),)}, {"output": None}, {"output": Span(1, 8, 3)}, {"priority": 1}, {"tenant": None},
         {"session_id": "r"}, {"turn": 1}, {"think_ns": 0}, {"cancel_after_ns": None}, {"cancel_after_ns": 8},
         {"deadline_ns": 0}, {"deadline_ns": 1}, {"cache_salt": "a"}, {"cache_salt": "b"},
-        {"prompt": (Span(1, 0, 8), TokenIds(array("i", [1])))},
+        {"prompt": (Span(1, 0, 8), TokenIds(array("i", [1])))}, {"prompt": (TokenIds(array("i", [1])),)},
     ]  # fmt: skip
     found = [fingerprint(Trace("x", (row._replace(**change),))) for change in changes]
     assert len({base, *found}) == len(changes) + 1
+    plain = TraceRequest("a", 5, (Span(1, 0, 8),), Span(1, 8, 2))  # is encoded faster
+    more = [{"tenant": "t"}, {"session_id": "s"}, {"turn": 0}, {"cancel_after_ns": 7}, {"priority": 2}]
+    changes = [change for change in [*changes, *more] if plain._replace(**change) != plain]
+    found = [fingerprint(Trace("x", (plain._replace(**change),))) for change in [{}, *changes]]
+    assert len(set(found)) == len(changes) + 1
+    for one, cut in ((Span(1, 0, 8), (Span(1, 0, 3), Span(1, 3, 5))), (Span(1, 0, 0), ())):
+        rows = (plain._replace(prompt=parts) for parts in ((one,), cut))
+        assert len({fingerprint(Trace("x", (row,))) for row in rows}) == 1
 
 
 def test_names_notes_places_and_cuts_do_not_change_the_fingerprint():

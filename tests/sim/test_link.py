@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.backend import SchedulerTime, SimBackend
+from sim.config import SimConfig
 from sim.cost.base import CostModel
 from sim.driver import MAX_NS
 from sim.fleet import Fleet
 from sim.link import HostLink
 from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.outcome import Spans
-from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
+from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
 from testbed.core.request import GREEDY
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop
@@ -267,3 +268,7 @@ def test_the_schedulers_time_is_added_to_every_step() -> None:
     work = backend.start(plan_of([1, 2]))
     assert work.duration_ns == 1056
     assert work.spans == Spans(schedule_ns=56, forward_ns=1000)
+    shape = BatchShape(3, 3000, (PrefillChunk(1000, 96), PrefillChunk(0, 1000)), 5)
+    config = SimConfig(schedule_ns=50, schedule_ns_per_seq=3, schedule_ns_per_1k_tokens=2048)
+    assert config.scheduler_time.of(shape) == 50 + 5 * 3 + 2 * (3000 + 1096 + 1000)
+    assert SimConfig().scheduler_time.of(shape) == 0

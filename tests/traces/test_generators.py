@@ -10,6 +10,7 @@ import pytest
 from testbed.errors import ConfigError
 from testbed.traces.arrange import arrange
 from testbed.traces.arrivals import ArrivalConfig, instants
+from testbed.traces.batches import Batches
 from testbed.traces.draws import stream, streams
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generator_config import AgentConfig, RagConfig
@@ -55,6 +56,15 @@ def test_batches_by_a_clock_of_microseconds_are_batches():
     note = summarise(arrange("batches", rows)).batches.note
     assert note is not None
     assert note.startswith("75% of arrivals at the instant of the one before")
+
+
+def test_closed_loop_turns_are_in_no_batch():
+    batches = Batches()
+    for second, think_ns in ((0, None), (0, None), (1, None), (1, 5), (1, None), (2, None)):
+        batches.add(TraceRequest("r", second * 10**9, (Span(1, 0, 9),), None, think_ns=think_ns))
+    assert batches.num == 5
+    assert batches.note is not None
+    assert batches.note.startswith("50% of arrivals at the instant of the one before"), "two of four gaps"
 
 
 def test_gamma_gaps_that_round_to_nothing_are_no_batches():

@@ -192,7 +192,7 @@ def with_swept(overrides: Sequence[str]) -> list[str]:
     """Returns the overrides, preceded by the sweep of the `experiment` that they name, without keys that they set."""
     if any(parsed(item).is_sweep_override() for item in overrides if item.startswith(f"{OVERLAYS}=")):
         return list(overrides)
-    given = {item.partition("=")[0] for item in overrides}
+    given = {item.partition("=")[0].lstrip("+") for item in overrides}
     swept: dict[str, Any] = {}
     for params in _of_overlays(overrides, "hydra.sweeper.params"):
         swept |= params if isinstance(params, dict) else {}

@@ -121,7 +121,7 @@ def _choices(parsed: list[Override], library: Library) -> dict[str, list[str]]:
     """Returns, by key, one override for each of its values."""
     choices: dict[str, list[str]] = {}
     for item in parsed:
-        key = item.get_key_element()
+        key = item.get_key_element().lstrip("+")
         choices[key] = list(dict.fromkeys(swept_values(item, library)))
         if key == "experiment" and len(choices[key]) > 1:
             raise ConfigError(f"{item.input_line}: an overlay brings keys to sweep along; run one experiment at a time")

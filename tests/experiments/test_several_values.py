@@ -99,6 +99,9 @@ def test_also_where_an_overlay_sweeps_the_options(tmp_path: Path, say: Say) -> N
     assert sorted(run.config["seed"] for run in load_sweep(tmp_path / "s").runs) == [0, 0, 7, 7]
     wrong = say("run", *study('cache.blok_size: "8,16"')).error()
     assert wrong.startswith("unknown key 'cache.blok_size'; did you mean 'cache.block_size'?")
+    for given in ("scheduler.watermark=0.5", "++scheduler.watermark=0.5"):
+        said = say("run", *study('scheduler.watermark: "0.1,0.2", seed: "0,1"'), given).success()
+        assert "complete     2 points: " in said, "what is given is not swept"
 
 
 @pytest.mark.parametrize("value", ["null", "0.001", "", "'1e3'", '"l\'été, 2.json"', '"a b=c.json"', "[1,2]", "{a:1}"])

@@ -137,6 +137,23 @@ def test_a_planted_change_is_found_at_its_very_step(
     assert (report.divergence.step, report.num_steps) == (at, at)
 
 
+@pytest.mark.parametrize(
+    ("more", "reason"), [(-1, "the tape has ended, the replay goes on"), (1, "the replay ended before the tape")]
+)
+def test_a_tape_of_another_length_is_found(
+    copied: Path, capsys: pytest.CaptureFixture[str], more: int, reason: str
+) -> None:
+    path = copied / "tape.jsonl"
+    lines = path.read_text().splitlines()
+    steps = [line for line in lines if json.loads(line)["kind"] == "step"]
+    lines.remove(steps[-1])
+    path.write_text("\n".join(lines + steps[-1:] * (more + 1)))
+    change_manifest(copied, num_steps=len(steps) + more)
+    agree = len(steps) + min(more, 0)
+    assert main(["parity", str(copied)]) == 1
+    assert capsys.readouterr().out.startswith(f"{agree} steps agree; step {agree} differs: {reason}\n")
+
+
 def test_an_arrival_that_is_moved_is_found(copied: Path) -> None:
     path = copied / "tape.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_run
-from experiments.runs.interrupt import undisturbed, was_pressed
+from experiments.runs.interrupt import interruptible, undisturbed, was_pressed
 from experiments.sweeps.points import Board, Outcome
 from experiments.sweeps.progress import Followed
+from testbed.core.commands import Resume, WaitUntil
+from testbed.core.serve import Loop
 from tests.experiments.kit import REAL, TINY, Say, latest, manifest_of, needs_engine
 
 LONG = ("trace.num_requests=20000", "trace.rate=300", "trace.prompt.value=16", "trace.output.value=16")
@@ -166,11 +168,29 @@ def test_a_command_under_nohup_goes_on(monkeypatch: pytest.MonkeyPatch, say: Say
     say("list").success()
 
 
-def test_a_press_while_records_are_closed_is_not_lost() -> None:
+@pytest.mark.parametrize("hangup", [signal.SIG_DFL, signal.SIG_IGN], ids=["plain", "nohup"])
+def test_a_press_while_records_are_closed_is_not_lost(hangup: signal.Handlers) -> None:
+    signal.signal(signal.SIGHUP, hangup)
     with undisturbed():
         os.kill(os.getpid(), signal.SIGINT)
     assert was_pressed()
     assert not was_pressed(), "asked once"
+
+
+def test_ctrl_c_ends_the_wait_of_a_single_loop_at_once() -> None:
+    def waits() -> Loop:
+        while True:
+            yield WaitUntil(None)
+
+    with interruptible([waits()]) as (alone,):
+        next(alone)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with interruptible([waits(), waits()]) as (one, _):
+        next(one)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            one.send(Resume(0))
 
 
 def test_a_point_that_ended_as_ctrl_c_was_pressed_is_not_left(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from testbed.core.commands import StepView
 from testbed.core.outcome import Spans, StepResult
-from testbed.core.plan import BatchPlan
+from testbed.core.plan import Admission, BatchPlan, Preemption, PreemptionMode
 from testbed.core.request import Request
 from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence
-from testbed.records.recorder import RunRecorder
+from testbed.records.recorder import OpenRequest, RunRecorder
 from testbed.records.schema import REQUEST_COLUMNS, STEP_COLUMNS
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler
 
@@ -312,3 +312,14 @@ def test_tokens_of_one_step_have_one_instant(tmp_path: Path) -> None:
         assert (row["num_output_tokens"], row["num_token_steps"]) == (7, 4)
         assert (row["first_token_ns"], row["tpot_s"]) == (10, 40 / 3 / 1e9)
         assert row["token_ns"] == ([10, 20, 30, 50] if keeps else None)
+
+
+def test_what_is_swapped_out_is_not_computed_again() -> None:
+    request = OpenRequest(make_request("a", 200, 9), 0, keeps_instants=False)
+    found = []
+    for mode, num_computed in ((PreemptionMode.RECOMPUTE, 100), (PreemptionMode.SWAP, 60), (PreemptionMode.SWAP, 150)):
+        request.preempted(Preemption(0, "a", mode, num_computed), is_first=True)
+        if mode is PreemptionMode.RECOMPUTE:
+            request.admitted(Admission(0, "a", 32, True))
+        found.append((request.num_preemptions, request.num_recomputed_tokens))
+    assert found == [(1, 68), (2, 68), (3, 68)], "of 100 tokens the cache gave 32 back"

@@ -81,7 +81,7 @@ def print_listing(only: str | None, own: str | None = None) -> None:
     for group, rows in groups.items():
         if only in (None, group):
             print(group)
-            yours = [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
+            yours = [file for folder in folders for file in sorted((folder / group).glob("[!.]*.yaml"))]
             for name, text in [*rows, *((file.stem, _described_in(file)) for file in yours)]:
                 print(f"  {name:<24} {text}".rstrip())
 
@@ -94,7 +94,7 @@ def _described(group: str, names: list[str]) -> list[tuple[str, str]]:
 
 def _described_in(file: Traversable) -> str:
     """Returns the first comment line of an option's file."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_bytes().decode(errors="replace").splitlines()
     return next((line[2:] for line in lines if line.startswith("# ") and "@package" not in line), "")
 
 

@@ -40,7 +40,7 @@ class Library:
 
     def names(self, group: str) -> list[str]:
         """Returns the names of a group's options, also for Hydra's groups (hydra/launcher). Empty: no such group."""
-        files = [file.stem for folder in (CONF, _HYDRAS, *self.folders) for file in (folder / group).glob("*.yaml")]
+        files = [file.stem for folder in (CONF, _HYDRAS, *self.folders) for file in (folder / group).glob("[!.]*.yaml")]
         stored = [name.removesuffix(".yaml") for name in _stored(group) if name.endswith(".yaml")]
         return sorted({name for name in (*files, *stored) if not name.startswith("_")})
 
@@ -55,7 +55,9 @@ class Library:
     def stamps(self) -> tuple[tuple[str, int, int], ...]:
         """Returns (file, modification time in ns, bytes) for each file in the user's own folders."""
         places = (*GROUPS, OVERLAYS, "hydra")  # not the whole folder, which may also contain runs
-        files = sorted(file for folder in self.folders for place in places for file in (folder / place).rglob("*.yaml"))
+        files = sorted(
+            file for folder in self.folders for place in places for file in (folder / place).rglob("[!.]*.yaml")
+        )
         return tuple((str(file), stat.st_mtime_ns, stat.st_size) for file in files for stat in (file.stat(),))
 
     def keys(self, group: str, option: str | None) -> list[str]:

@@ -28,6 +28,7 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
     message."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as hydra_instantiate
+    from omegaconf.errors import OmegaConfBaseException
 
     target = str(node.get("_target_"))
     if "." not in target or not all(map(str.isidentifier, target.split("."))):
@@ -41,7 +42,7 @@ def instantiate(key: str, node: dict[str, Any], **arguments: Any) -> Any:
         require_type(f"{key}.{name}", values[name], bool)
     try:
         return hydra_instantiate(values, **arguments)
-    except InstantiationException as error:
+    except (InstantiationException, OmegaConfBaseException) as error:
         if isinstance(error.__cause__, TestbedError):
             raise error.__cause__ from None
         said = told(error.__cause__) if error.__cause__ else visible(" ".join(str(error).split()))

@@ -72,7 +72,11 @@ def literal(value: Any, key: str = "a value") -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{literal(item, f'{key}.{name}')}" for name, item in value.items()) + "}"
+        items = (
+            (re.sub(r"([\\()\[\]{}:=,])", r"\\\1", str(name)), literal(item, f"{key}.{name}"))
+            for name, item in value.items()
+        )
+        return "{" + ",".join(f"{name}:{text}" for name, text in items) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(literal(item, key) for item in value) + "]"
     if not isinstance(value, str | PathLike | Number):
@@ -82,9 +86,8 @@ def literal(value: Any, key: str = "a value") -> str:
             f"name, as {{'_target_': '{name}'}} (docs/extending.md)"
         )
     text = str(value)
-    if isinstance(value, Number) or (text.isascii() and text.replace("_", "").replace(".", "").isalnum()):
-        return text
-    return quoted(text)
+    is_plain = re.fullmatch(r"(?!(null|true|false|nan|inf)$)[a-z][\w.]*", text, re.ASCII | re.IGNORECASE)
+    return text if is_plain or isinstance(value, Number) else quoted(text)
 
 
 def quoted(text: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import simulate
 from experiments.configuration.compose import compose_config, compose_from, compose_raw, to_overrides
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, Say, option
@@ -68,6 +69,30 @@ def test_one_parameter_of_what_an_override_gave_whole(tmp_path: Path, say: Say) 
 def test_from_python_as_a_mapping() -> None:
     config = compose_config(to_overrides({"model": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}}))
     assert config.raw["model"]["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0}
+
+
+def test_a_parameter_from_python_keeps_its_type() -> None:
+    texts = ["7", "1e3", "1_0", "nan", "Inf", "true", "null", "2024.1", "fp8", "a.b", "it's"]
+    given = {"texts": texts, "mixed": [7, 1e3, True, None], "lengths": {"chat, short": "0.5", "a:{b}": 2, 3: "c"}}
+    order = {"_target_": ORDER, **given}
+    config = compose_config(to_overrides({"scheduler": {"queue_order": order}}))
+    assert config.raw["scheduler"]["queue_order"] == order
+
+
+def test_what_an_interpolation_of_an_own_trace_lacks_is_said_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^trace: cannot make 'builtins.dict': Interpolation key 'sed' not found$"):
+        simulate({"_target_": "builtins.dict", "num": "${sed}"})
+
+
+def test_files_that_editors_hide_are_no_options(tmp_path: Path, say: Say) -> None:
+    chosen = own(tmp_path, "device", "# my card\ndefaults: [h100, _self_]\n")
+    (tmp_path / "device" / ".#mine.yaml").symlink_to("me@host.7")
+    (tmp_path / "device" / "._mine.yaml").write_bytes(b"\0\xff")
+    assert compose_config(chosen).device.name == "mine"
+    said = say("list", "device", "--config-dir", str(tmp_path)).out.splitlines()
+    assert [line.split() for line in said if "mine" in line] == [["mine", "my", "card"]]
+    (tmp_path / "device" / "mine.yaml").write_bytes(b"# caf\xe9\n")
+    assert "caf\ufffd" in say("list", "device", "--config-dir", str(tmp_path)).out
 
 
 @pytest.mark.parametrize(

@@ -181,11 +181,11 @@ class MaxRunningRequests:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class All:
-    """Admits a sequence if all of several policies admit it. Raises ConfigError for an empty list."""
+    """Admits a sequence if all of several policies admit it. Raises ConfigError for none, or for others."""
 
     def __init__(self, of: Seq[AdmissionPolicy]) -> None:
-        if not of:
-            raise ConfigError("scheduler.admission.of is empty; list at least one admission rule")
+        if not of or not all(hasattr(rule, "allows") for rule in of):
+            raise ConfigError(f"scheduler.admission.of is {of}; list admission rules, each as {{_target_: your.Class}}")
         self._rules: tuple[Any, ...] = tuple(of)  # a user's own may answer anything
         self._timed: list[Any] = [rule for rule in of if hasattr(rule, "now_ns")]
         self._now_ns = 0

@@ -15,6 +15,7 @@ import pytest
 
 from experiments import simulate
 from experiments.configuration.compose import compose_config
+from experiments.configuration.policies import POLICIES
 from experiments.configuration.saved import read_config
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
@@ -320,6 +321,45 @@ def test_what_fails_in_the_making_is_told_with_its_kind_and_place(
     assert error.startswith(f"scheduler.queue_order: cannot make {choice.partition(',')[0]!r}: ")
     assert error.endswith(expected)
     assert not (home / "run").exists()
+
+
+@pytest.mark.parametrize("key", sorted(POLICIES))
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("{_target_: testbed.blocks.eviction.LFUs}", "eviction has no 'LFUs'; did you mean 'LFU'?"),
+        ("{_target_: nowhere.Thing}", "run testbed where nowhere.py lies"),
+        ("{_target_: ''}", "it must be a module and a class in it, as mine.Class"),
+        ("{_targt_: mine.Eldest}", "has _targt_ where a class is named by _target_: {_target_: your.Class}"),
+    ],
+)
+def test_every_policy_that_is_no_class_is_named_by_its_key(say: Say, key: str, choice: str, expected: str) -> None:
+    error = say("run", *TINY, f"{key}={choice}", "hydra.run.dir=run").error()
+    assert error.startswith(key)
+    assert error.endswith(expected)
+
+
+@pytest.mark.parametrize(
+    "of", ["[]", "watermark", "[watermark]", "[{_target_: testbed.policies.admission.NoEvict}, 3]", "{a: 1}"]
+)
+def test_all_takes_admission_rules_only(say: Say, of: str) -> None:
+    target = "testbed.policies.admission.All"
+    error = say("run", *TINY, f"scheduler.admission={{_target_: {target}, of: {of}}}", "hydra.run.dir=run").error()
+    assert error.startswith("scheduler.admission.of is ")
+    assert error.endswith("; list admission rules, each as {_target_: your.Class}")
+
+
+@pytest.mark.parametrize(
+    ("target", "lacking"),
+    [("testbed.blocks.eviction.Evictor", "__len__, add, hit, pop, remove"), ("half.Half", "__len__, pop, remove")],
+)
+def test_methods_of_the_abstract_base_are_lacking(home: Path, say: Say, target: str, lacking: str) -> None:
+    source = "from testbed.blocks.eviction import Evictor\nclass Half(Evictor):\n"
+    (home / "half.py").write_text(source + "    def add(self, *of): ...\n    hit = add\n")
+    error = say("run", *TINY, f"cache.eviction={{_target_: {target}}}", "hydra.run.dir=run").error()
+    assert error.startswith("cache.eviction: ")
+    said = f"{target} lacks {lacking}; see docs/extending.md"
+    assert error.endswith(said) or "abstract class" in error  # interpreted, Python makes none
 
 
 def test_an_option_of_our_own_class_that_is_on_or_off_takes_nothing_else(say: Say) -> None:

@@ -357,7 +357,9 @@ def to_overrides(settings: dict[str, Any]) -> list[str]:
     tops = (*GROUPS, "experiment", *PLAIN)
     for key, value in settings.items():
         if key not in tops:
-            raise ConfigError(unknown(f"there is no group {key!r}", key, tops))
+            group, _, name = key.partition(".")
+            instead = f" (give {group}={{{name!r}: …}})" * (group in GROUPS)
+            raise ConfigError(unknown(f"there is no group {key!r}{instead}", key, tops))
         if isinstance(value, dict):
             value = dict(value)
             if "name" in value:

@@ -59,6 +59,11 @@ def test_settings_choose_options_and_keys(tmp_path: Path) -> None:
     assert run.summary["num_requests"] == 5
 
 
+def test_a_dotted_key_is_told_how_a_group_s_keys_are_given() -> None:
+    with pytest.raises(ConfigError, match=r"there is no group 'cache.block_size' \(give cache={'block_size': …}\);"):
+        simulate(ROWS, **{"cache.block_size": 32})
+
+
 def test_the_run_that_is_returned_is_the_one_in_its_folder(tmp_path: Path) -> None:
     for name, settings in (("rows", {}), ("transformed", {"sampling": {"max_tokens": None}, "seed": 7})):
         run = simulate(ROWS, folder=tmp_path / name, **SMALL, **settings)

@@ -251,7 +251,7 @@ class Step:
     def make_room(self) -> bool:
         """Preempts the running sequence that must yield to the head of the queue; returns whether there was one."""
         yields = self._waiting.yields
-        if yields is None or self.admitted or self.swap_in:  # admitted ones may share blocks that a victim computes
+        if yields is None or self.admitted or self.swapped_in:  # admitted ones may share blocks that a victim computes
             return False
         victim = yields(self.running(), self.now_ns)  # without those that may end with a step in flight
         if victim is None:

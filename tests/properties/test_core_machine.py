@@ -102,11 +102,12 @@ def test_long_lives_under_pressure_follow_the_shadow(composition: str):
         random_life(f"test/{composition}/{number}", 80, composition)
 
 
-@pytest.mark.parametrize("seed", ["14/1904/150", "103/531/150", "14/5706/150", "20261130/1193/150"])
-def test_lives_that_the_long_fuzz_found(seed: str):
+@pytest.mark.parametrize("life", ["14/1904/150", "103/531/150", "14/5706/150", "20261130/1193/150", "200/1676/60"])
+def test_lives_that_the_long_fuzz_found(life: str):
     """By rules of vLLM 0.8.5: blocks merged into one that a hit claims or claimed uncomputed; a decode that hits what a
-    prompt computes beside it; a swap-in of what such a hit claimed, over a block of equal prefix."""
-    random_life(seed, 150)
+    prompt computes beside it; a swap-in of what such a hit claimed, over a block of equal prefix. A preemptive queue
+    that took away in the same step what came back without blocks, as all are outside its window."""
+    random_life(life, int(life.rpartition("/")[2]))
 
 
 @pytest.mark.parametrize("name", presets())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -85,9 +86,11 @@ class Run:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """The content of `summary.json` if this version of `summarise` wrote it, else computed from the records."""
-        file = self.path / "summary.json"
-        stored = read_json(file) if file.exists() else {}
-        return stored if stored.get("summary_version") == SUMMARY_VERSION else self.summarise()
+        with suppress(RunFolderError):  # absent or damaged
+            stored = read_json(self.path / "summary.json")
+            if stored.get("summary_version") == SUMMARY_VERSION:
+                return stored
+        return self.summarise()
 
     @property
     def slo(self) -> SLO | None:

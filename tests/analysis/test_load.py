@@ -46,8 +46,9 @@ def test_a_stored_summary_of_this_version_is_taken(folder):
     stored = load_run(folder).summary | {"num_requests": 99}
     (folder / "summary.json").write_text(json.dumps(stored))
     assert load_run(folder).summary["num_requests"] == 99
-    (folder / "summary.json").write_text(json.dumps(stored | {"summary_version": 0}))
-    assert load_run(folder).summary["num_requests"] == 12
+    for other in (json.dumps(stored | {"summary_version": 0}), "", "[1]"):
+        (folder / "summary.json").write_text(other)
+        assert load_run(folder).summary["num_requests"] == 12
 
 
 def test_what_is_no_run_folder_is_said_in_one_line(tmp_path, folder):

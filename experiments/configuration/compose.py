@@ -358,7 +358,7 @@ def to_overrides(settings: dict[str, Any]) -> list[str]:
     for key, value in settings.items():
         if key not in tops:
             group, _, name = key.partition(".")
-            instead = f" (give {group}={{{name!r}: …}})" * (group in GROUPS)
+            instead = f" (give {group}={{{name!r}: …}})" if group in GROUPS else ""
             raise ConfigError(unknown(f"there is no group {key!r}{instead}", key, tops))
         if isinstance(value, dict):
             value = dict(value)

@@ -257,7 +257,7 @@ def test_all_asks_every_rule() -> None:
     assert policy.allows(make_seq(1, 5, max_tokens=20), running)
     assert not policy.allows(make_seq(1, 5, max_tokens=21), running)
     assert not policy.allows(make_seq(1, 5), [*running, make_seq(2, 1, max_tokens=1, num_blocks=1)])
-    with pytest.raises(ConfigError, match="of is empty"):
+    with pytest.raises(ConfigError, match=r"of is \[\]; list admission rules"):
         All([])
 
 

@@ -1,6 +1,6 @@
 """The real engine: runs the core's plans with a model on CUDA or on the CPU. It knows nothing of the simulator.
 
-`from experiments import LLM, SamplingParams` generates text; the classes of its outputs are exported here. Importing
+`from experiments import LLM` generates text; the classes of its parameters and outputs are exported here. Importing
 `real` does not load torch.
 
 `driver` answers the loop's commands in real time (`clocks`). `backend.RealBackend` is one engine: `runner` turns a plan

@@ -391,3 +391,26 @@ def test_a_composition_beyond_the_limits_is_refused_by_name(tmp_path: Path, say:
     error = say("run", *TINY, *SHORT, *own, limit, folder).error()
     assert "scheduler.composition=misbehaving.AdmitsAll" in error
     assert said in error
+
+
+@pytest.mark.parametrize(
+    "of", ["[]", "watermark", "[watermark]", "[{_target_: testbed.policies.admission.NoEvict}, 3]", "{a: 1}"]
+)
+def test_all_takes_admission_rules_only(say: Say, of: str) -> None:
+    target = "testbed.policies.admission.All"
+    error = say("run", *TINY, f"scheduler.admission={{_target_: {target}, of: {of}}}", "hydra.run.dir=run").error()
+    assert error.startswith("scheduler.admission.of is ")
+    assert error.endswith("; list admission rules, each as {_target_: your.Class}")
+
+
+@pytest.mark.parametrize(
+    ("target", "lacking"),
+    [("testbed.blocks.eviction.Evictor", "__len__, add, hit, pop, remove"), ("half.Half", "__len__, pop, remove")],
+)
+def test_methods_of_the_abstract_base_are_lacking(here: Path, say: Say, target: str, lacking: str) -> None:
+    source = "from testbed.blocks.eviction import Evictor\nclass Half(Evictor):\n"
+    (here / "half.py").write_text(source + "    def add(self, *of): ...\n    hit = add\n")
+    error = say("run", *TINY, f"cache.eviction={{_target_: {target}}}", "hydra.run.dir=run").error()
+    assert error.startswith("cache.eviction: ")
+    said = f"{target} lacks {lacking}; see docs/extending.md"
+    assert error.endswith(said) or "abstract class" in error  # interpreted, Python makes none

@@ -339,29 +339,6 @@ def test_every_policy_that_is_no_class_is_named_by_its_key(say: Say, key: str, c
     assert error.endswith(expected)
 
 
-@pytest.mark.parametrize(
-    "of", ["[]", "watermark", "[watermark]", "[{_target_: testbed.policies.admission.NoEvict}, 3]", "{a: 1}"]
-)
-def test_all_takes_admission_rules_only(say: Say, of: str) -> None:
-    target = "testbed.policies.admission.All"
-    error = say("run", *TINY, f"scheduler.admission={{_target_: {target}, of: {of}}}", "hydra.run.dir=run").error()
-    assert error.startswith("scheduler.admission.of is ")
-    assert error.endswith("; list admission rules, each as {_target_: your.Class}")
-
-
-@pytest.mark.parametrize(
-    ("target", "lacking"),
-    [("testbed.blocks.eviction.Evictor", "__len__, add, hit, pop, remove"), ("half.Half", "__len__, pop, remove")],
-)
-def test_methods_of_the_abstract_base_are_lacking(home: Path, say: Say, target: str, lacking: str) -> None:
-    source = "from testbed.blocks.eviction import Evictor\nclass Half(Evictor):\n"
-    (home / "half.py").write_text(source + "    def add(self, *of): ...\n    hit = add\n")
-    error = say("run", *TINY, f"cache.eviction={{_target_: {target}}}", "hydra.run.dir=run").error()
-    assert error.startswith("cache.eviction: ")
-    said = f"{target} lacks {lacking}; see docs/extending.md"
-    assert error.endswith(said) or "abstract class" in error  # interpreted, Python makes none
-
-
 def test_an_option_of_our_own_class_that_is_on_or_off_takes_nothing_else(say: Say) -> None:
     target = "testbed.policies.compositions.unified.Unified, threshold_when_alone: maybe"
     error = say("run", *TINY, f"scheduler.composition={{_target_: {target}}}").error()

@@ -17,17 +17,8 @@ from testbed.core.sequence import Sequence
 from tests.properties.device import Device
 from tests.properties.draws import draw
 from tests.properties.laws import check_admissions, check_budgets, check_finished, check_shape, check_steps_of_their_own
-from tests.properties.members import (
-    ENDED,
-    RUNNING,
-    SWAPPED,
-    WAITING,
-    Job,
-    Member,
-    note_brought,
-    note_replaced,
-    note_shared,
-)
+from tests.properties.members import ENDED, RUNNING, SWAPPED, WAITING, Job, Member
+from tests.properties.merges import Merges
 from tests.properties.setups import EOS, Setup
 
 
@@ -48,11 +39,12 @@ class Shadow:
         self._doomed: list[Member] = []  # ended by the plan in flight
         self._recomputed: list[Member] = []  # by it, until they are apart
         self._is_reset = False  # what was computed is lost with the next plan
-        self._claimed: set[int] = set()  # blocks that members had from hits, until the first slot is written
         self.lost: list[Member] = []  # whom that one has put back into the queue
         rules = setup.rules
         self._reads_own_step = rules.hits_visible != "commit"
         self._trusts_hits = not (rules.hits_frozen or rules.hits_visible == "plan")
+        in_chunks = setup.composition in ("unified", "decode_first", "prefill_decode_split")
+        self._merges = Merges(setup.block_size, in_chunks=in_chunks)
 
     # --- calls ---
 
@@ -104,7 +96,8 @@ class Shadow:
         ), "hit counts"
         assert self.scheduler.free_gpu_blocks == blocks.num_free_blocks
         assert self.scheduler.free_cpu_blocks == blocks.num_free_cpu_blocks
-        self._note_merges(plan)
+        if not self._trusts_hits:
+            self._merges.note(plan, list(self.members.values()), self._sequences())
         self.device.move(plan)
         self.device.compute(rows, self._prefixes, self._is_read, reads_own_step=self._reads_own_step)
         self._count(plan, before)
@@ -299,25 +292,6 @@ class Shadow:
             return False
         member = self.members[row.seq_id]
         return self._trusts_hits or not (position < member.num_hit or position in member.merged)
-
-    def _note_merges(self, plan: BatchPlan) -> None:
-        """Where a hit may cover what is not computed (the quirk of vLLM 0.8.5), so may a block that is merged into: any
-        where prompts come in chunks, else one that a member has, or had, from such a hit."""
-        if self._trusts_hits:
-            return
-        copied, seqs, size = {target for _, target in plan.copies}, self._sequences(), self.setup.block_size
-        on_gpu = [(member, seqs[member.seq_id].block_table) for member in self.members.values()]
-        in_chunks = self.setup.composition in ("unified", "decode_first", "prefill_decode_split")
-        self._claimed.update(block for member, table in on_gpu for block in table[: member.num_hit // size])
-        note_replaced(on_gpu, copied, size, None if in_chunks else self._claimed)
-        note_brought(on_gpu, {target for _, target in plan.swap_in}, size)
-        if in_chunks:
-            on_cpu = [(member, seqs[member.seq_id].cpu_table) for member in self.members.values()]
-            note_shared(on_cpu, size)
-        for row in plan.scheduled:
-            self._claimed.difference_update(
-                row.block_table[-(-row.start // size) : -(-(row.start + row.num_tokens) // size)]
-            )
 
     def _prefixes(self, seq_id: int) -> list[int]:
         return self.members[seq_id].prefixes

@@ -3,25 +3,53 @@ kills the process later, when the memory is used."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from testbed.errors import DeviceError
 
 MEMINFO = Path("/proc/meminfo")
+CGROUPS = Path("/proc/self/cgroup")  # lines of id:controllers:path
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+# by controllers, of version 2 and of version 1: their folder, the files of limit and use, and the part of the use, in
+# memory.stat, that the kernel takes back when it is needed
+CONTROLLERS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 PROCESS_BYTES = 400 * 1024**2  # of an engine's process, without model and cache
 RESERVE_BYTES = 256 * 1024**2  # for the temporaries of a step and the core
 TABLE_BYTES = 128  # of a block table's Python objects
 
 
 def available_bytes() -> int | None:
-    """Returns the memory that can be allocated without swapping, as estimated by Linux; None on other systems."""
+    """Returns the memory that can be allocated without swapping, as estimated by Linux; less if the limit of a
+    container or batch job leaves less; None on other systems."""
     if not MEMINFO.is_file():
         return None
-    for line in MEMINFO.read_text().splitlines():
+    for line in MEMINFO.read_text(encoding="utf-8").splitlines():
         name, _, amount = line.partition(":")
         if name == "MemAvailable":
-            return int(amount.split()[0]) * 1024
+            return min([int(amount.split()[0]) * 1024, *_left_by_cgroups()])
     return None
+
+
+def _left_by_cgroups() -> list[int]:
+    """Returns what each limit on the memory of this process leaves: of its cgroup and of those around it. Pages of
+    files that were not read again do not count as used, as they are dropped first."""
+    left = []
+    for line in CGROUPS.read_text(encoding="utf-8").splitlines() if CGROUPS.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in CONTROLLERS:
+            continue
+        folder, limit, used, reclaimable = CONTROLLERS[controllers]
+        own = CGROUP_ROOT / folder / path.lstrip("/")
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):  # no such file, or no number: it has no limit
+                stat = dict(pair.split() for pair in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
+                in_use = int((group / used).read_text(encoding="utf-8")) - int(stat.get(reclaimable, 0))
+                left.append(int((group / limit).read_text(encoding="utf-8")) - in_use)
+    return left
 
 
 def check_fits(model_name: str, weight_bytes: int, num_blocks: int, block_bytes: int, num_replicas: int = 1) -> None:

@@ -198,8 +198,35 @@ def test_replicas_whose_processes_alone_do_not_fit_in_host_memory_are_refused(mo
 def test_available_memory_is_read_where_the_system_tells_it(monkeypatch, tmp_path):
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     assert host_memory.available_bytes() is None
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    7 kB\n")
     assert host_memory.available_bytes() == 7 * 1024
+
+
+@pytest.mark.parametrize(("line", "folder", "names"), [
+    ("0::/job/step\n", "", ("memory.max", "memory.current", "inactive_file")),
+    ("3:cpu:/\n4:memory:/job/step\n", "memory",
+     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+])  # fmt: skip
+def test_available_memory_is_what_the_tightest_limit_of_a_container_or_job_leaves(
+    monkeypatch, tmp_path, line, folder, names
+):
+    def limit(group: str, bound: str, used: int, reclaimable: int) -> None:
+        (tmp_path / folder / group).mkdir(parents=True, exist_ok=True)
+        told = bound, str(used), f"anon 5\n{names[2]} {reclaimable}\n"
+        for name, text in zip((*names[:2], "memory.stat"), told, strict=True):
+            (tmp_path / folder / group / name).write_text(text)
+
+    for name, text in (("MEMINFO", "MemAvailable: 9 kB\n"), ("CGROUPS", line)):
+        monkeypatch.setattr(host_memory, name, tmp_path / name)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path)
+    limit("job", "max\n", 10, 0)
+    assert host_memory.available_bytes() == 9 * 1024
+    limit("job/step", "6000\n", 1500, 500)
+    assert host_memory.available_bytes() == 5000
+    limit("job", "4000\n", 1000, 100)
+    assert host_memory.available_bytes() == 3100
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

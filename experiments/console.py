@@ -11,10 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
-from unicodedata import category
 
 from testbed.errors import ConfigError
-from testbed.foreign_text import nearest
+from testbed.foreign_text import nearest, visible
 
 
 class UsageError(ConfigError):
@@ -55,6 +54,7 @@ def words(text: str) -> str:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
     """Returns a Markdown table with aligned columns. numbers: right-align all columns except the first."""
+    headers, *rows = ([*map(visible, row)] for row in (headers, *rows))
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     is_right = [numbers and index > 0 for index in range(len(headers))]
 
@@ -105,13 +105,6 @@ def open_closed_streams() -> None:
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
-
-
-def visible(text: str) -> str:
-    """The text with escapes for the characters that would steer a terminal instead of being seen on it."""
-    return "".join(
-        ascii(one)[1:-1] if category(one)[0] == "C" or category(one) in ("Zl", "Zp") else one for one in text
-    )
 
 
 def go_on_unheard() -> None:

@@ -7,6 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias, TypeVar
+from unicodedata import category
 
 from testbed.errors import TestbedError
 
@@ -87,12 +88,20 @@ class _Short(reprlib.Repr):
 shown = _Short().repr
 
 
+def visible(text: str) -> str:
+    """The text with escapes for the characters that would steer a terminal instead of being seen on it."""
+    return "".join(
+        ascii(one)[1:-1] if category(one)[0] == "C" or category(one) in ("Zl", "Zp") else one for one in text
+    )
+
+
 def nearest(name: str, choices: Collection[str], cutoff: float = NEAR) -> str:
-    """Returns 'did you mean …? ', or an empty text if no choice is as similar as `cutoff`."""
+    """Returns 'did you mean …? ', or an empty text if no choice is as similar, in any letter case, as `cutoff`."""
     from difflib import get_close_matches  # seldom needed
 
-    near = get_close_matches(name, choices, n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}? " if near else ""
+    in_lower_case = {choice.lower(): choice for choice in choices}
+    near = get_close_matches(name.lower(), in_lower_case, n=1, cutoff=cutoff)
+    return f"did you mean {in_lower_case[near[0]]!r}? " if near else ""
 
 
 def unknown(what: str, name: str, choices: Collection[str]) -> str:

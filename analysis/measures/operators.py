@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis.reading.files import read_json
 from testbed.errors import RunFolderError
-from testbed.foreign_text import whole
+from testbed.foreign_text import visible, whole
 from testbed.records.operators import FORMAT, OPERATORS_FILE, PARTS, PHASES
 
 MAX_SUM = 2**62
@@ -79,4 +79,4 @@ def format_operators(document: Mapping[str, Any]) -> str:
 
 def _line(name: str, cells: list[int], total: int, share: float | None) -> str:
     text = "" if share is None else f" {share:>7.1%}"
-    return " ".join([f"{name:<18}", *(f"{ns / 1e9:>12.6g}" for ns in cells), f"{total / 1e9:>12.6g}"]) + text
+    return " ".join([f"{visible(name):<18}", *(f"{ns / 1e9:>12.6g}" for ns in cells), f"{total / 1e9:>12.6g}"]) + text

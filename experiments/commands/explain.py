@@ -19,7 +19,7 @@ from analysis.load import Run, load_run, num_replicas
 from analysis.reading.rows import read_table
 from experiments.commands.app import config_from
 from experiments.configuration.settings import RecordConfig
-from experiments.console import Parser, folder_named, visible
+from experiments.console import Parser, folder_named
 from experiments.runs.parity import check_parity, num_tapes
 from experiments.runs.repeat import repeating
 from experiments.runs.run import INTERRUPTED, execute
@@ -27,6 +27,7 @@ from experiments.runs.run_folder import refuse_overwrite, refuse_running
 from experiments.wiring.engines import RunRecords, fleet_digest
 from testbed.core.commands import Recorder, StepView
 from testbed.errors import RunFolderError
+from testbed.foreign_text import visible
 
 
 def main(arguments: list[str]) -> int:

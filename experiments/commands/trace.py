@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from analysis.progress import progress, progressing
-from experiments.console import Parser, visible
+from experiments.console import Parser
 from experiments.runs.run_folder import is_same_file, refuse_existing, writing
 from testbed.checks import require_whole
 from testbed.errors import ConfigError, RunFolderError
-from testbed.foreign_text import unknown
+from testbed.foreign_text import unknown, visible
 from testbed.traces.frozen import freeze_trace
 from testbed.traces.readers import READERS, open_trace
 from testbed.traces.readers.open_text import format_suffix

@@ -247,13 +247,14 @@ def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, str]
 
 
 def _similarity(key: str, known: str) -> tuple[float, float]:
-    """Returns how similar two keys are, from 0 to 1, and their similarity as a whole, for ties.
+    """Returns how similar two keys are, from 0 to 1, and their similarity as a whole, for ties. Letter case is ignored.
 
     Keys of one group must be similar without it, too, or the key must resemble as many of the other's first words. In a
     key without a group, the group may have been forgotten.
     """
     from difflib import SequenceMatcher  # seldom needed
 
+    key, known = key.lower(), known.lower()
     own, other = (name.partition(".")[2] or name for name in (key, known))
     whole = SequenceMatcher(None, known, key).ratio()
     if own == key:

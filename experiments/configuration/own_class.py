@@ -13,10 +13,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from experiments.console import visible
 from testbed.checks import require_type
 from testbed.errors import ConfigError, TestbedError
-from testbed.foreign_text import nearest, unknown
+from testbed.foreign_text import nearest, unknown, visible
 
 ROOMS = ("testbed", "sim", "real", "experiments", "analysis")
 ROOT = Path(__file__).parents[2]

@@ -9,6 +9,7 @@ import pytest
 from analysis.measures.operators import format_operators, load_operators, operator_table
 from analysis.reports.report import report_from_folders
 from experiments.cli import main
+from experiments.console import table
 from experiments.wiring.build import build_estimator
 from experiments.wiring.costs import build_cost
 from sim.cost.calibrated import CalibratedCost
@@ -95,6 +96,13 @@ def test_the_command_prints_a_table(tmp_path, say):
     assert " ".join(text.splitlines()[0].split()) == "operator prefill s decode s mixed s total s share"
     assert "gate_up" in text
     assert "100.0%" in text
+
+
+def test_a_name_steers_no_terminal(tmp_path, say):
+    document = {"format": 1, "parts": "operators", "phases": {"decode": DECODES | {"ns": {"\x1b[2J\u202eqkv": 7}}}}
+    (tmp_path / "operators.json").write_text(json.dumps(document))
+    assert r"\x1b[2J\u202eqkv" in say("costs", str(tmp_path)).success()
+    assert table(["\x1ba"], [["\u200fb"]]).splitlines()[::2] == [r"| \x1ba   |", r"| \u200fb |"]
 
 
 def test_a_real_run_and_a_users_model_without_a_breakdown_go_by_spans(tmp_path, monkeypatch):

@@ -223,6 +223,8 @@ def require_path(name: str, value: object) -> Path:
         raise ConfigError(f"{name} is {shown(value)}; give a path, as a string or a pathlib.Path")
     if value == "":
         raise ConfigError(f"{name} is empty; name one")
+    if "\0" in str(value):
+        raise ConfigError(f"{name} is {shown(str(value))}; a path has no NUL character")
     return Path(value)
 
 

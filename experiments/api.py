@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from experiments.configuration.compose import ONE_AT_A_TIME, compose_config, to_
 from experiments.configuration.config import CLASSES
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.options import options
+from experiments.configuration.overrides import refuse_swept
 from experiments.runs.identity import edited_since_import
 from experiments.runs.interrupt import was_pressed
 from experiments.runs.origin import Origin
@@ -73,6 +74,7 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
         if isinstance(settings.get(group), dict) and "_target_" in settings[group]
     ]
     overrides = to_overrides(settings)
+    refuse_swept(overrides)
     config = compose_config(overrides, {item.key_or_group: item.value() for item in map(parsed, own)})
     overrides += own
     target = _until_the_end() if folder is None else require_path("folder", folder)
@@ -117,7 +119,7 @@ def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> T
             raise TraceError(
                 f"trace is {trace!r}, and a string is a file's path; give the group's keys: {{'name': {trace!r}, …}}"
             )
-        return read_trace("auto", fspath(trace))
+        return read_trace("auto", str(require_path("trace", trace)))
     if not isinstance(trace, Iterable):
         raise TraceError(
             f"trace is {shown(trace)}; give a Trace, a file, rows as dicts, or the trace group's keys as one dict"

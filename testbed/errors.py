@@ -10,6 +10,10 @@ class TestbedError(Exception):
     __test__ = False  # pytest would take it for a test class by its name
     exit_status = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook (IPython) shows instead of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(TestbedError):
     """A configuration value is unknown, out of range, or contradicts another."""

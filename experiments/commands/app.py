@@ -32,6 +32,7 @@ from experiments.configuration.overrides import (
     not_emptied,
     of_points,
     refuse_repeated,
+    refuse_swept,
     searched,
     with_searched,
     with_swept,
@@ -54,7 +55,7 @@ def run_app(arguments: list[str]) -> int:
     for item in arguments:
         if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in item):  # surrogates: bytes that could not be decoded
             raise ConfigError(f"{item!r} is not UTF-8; give it in that encoding, in a UTF-8 locale")
-    arguments = [_with_quotes(item) for item in with_searched(arguments)]
+    arguments = [one for item in with_searched(arguments) for one in _apart(_with_quotes(item))]
     refuse_repeated(arguments)
     sources = [item for item in arguments if item.startswith("from=")]
     if sources:
@@ -97,11 +98,17 @@ def _run_hydras(mode: str, overrides: list[str]) -> None:
         (app.run if mode == "RUN" else app.multirun)("config", _job, [*given, f"hydra.mode={mode}"])
 
 
+def _apart(argument: str) -> list[str]:
+    """Returns hydra={run: {dir: a}} as hydra.run={dir: a}, which Hydra knows as a key of its own; else the argument."""
+    value = parsed(argument).value() if argument.startswith("hydra={") else None
+    return [f"hydra.{key}={literal(one)}" for key, one in value.items()] if isinstance(value, dict) else [argument]
+
+
 def _check_hydras(overrides: Sequence[str]) -> None:
     """Raises ConfigError for what Hydra refuses with a stack trace: hydra=<one value>, and variables that are not set
     in hydra.job.env_copy."""
     for item in map(parsed, overrides):
-        if item.key_or_group == "hydra" and (item.is_sweep_override() or not isinstance(item.value(), dict)):
+        if item.key_or_group == "hydra":
             raise ConfigError(f"{item.input_line}: name one of Hydra's keys, as hydra.sweep.dir=<folder>")
         if item.key_or_group not in ("hydra.job", "hydra.job.env_copy") or item.is_sweep_override():
             continue
@@ -221,16 +228,14 @@ def _job(node: DictConfig) -> dict[str, Any]:
 
 
 def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
-    info = HydraConfig.get()
     if stray := next((key for key in map(str, node) if key.startswith("hydra/")), ""):
         raise ConfigError(f"{stray} is no group of Hydra's own, nor one in a folder of --config-dir; leave it out")
-    if swept := info.sweeper.get("params"):
-        raise ConfigError(f"the experiment sweeps {', '.join(map(str, swept))}: add -m")
     of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # of `_run_hydras`
     if of_sweeps := [item for item in of_hydra if parsed(item).key_or_group.startswith(_OF_SWEEPS)]:
         print(f"note: without effect on a single run: {', '.join(of_sweeps)}; -m makes it a sweep", file=sys.stderr)
     given = _given("task")
-    config = compose_config([*searched(of_hydra), *given])
+    refuse_swept(overrides := [*searched(of_hydra), *given])
+    config = compose_config(overrides)
     return _finish(_execute(config, folder, shlex.join(["testbed", "run", *of_hydra, *given]), given))
 
 
@@ -306,6 +311,7 @@ def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
 
 def _run_from(source: str, overrides: list[str]) -> int:
     """Repeats the run of a folder with overrides applied to its configuration."""
+    source = str(parsed(f"from={source}").value()) if source.startswith(("'", '"')) else os.path.expanduser(source)
     if not source:
         raise ConfigError("from= needs the folder of a run")
     for item in overrides:

@@ -199,6 +199,13 @@ def with_swept(overrides: Sequence[str]) -> list[str]:
     return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
 
 
+def refuse_swept(overrides: Sequence[str]) -> None:
+    """Raises ConfigError if the `experiment` of a single run sweeps keys that the overrides do not set."""
+    if swept := with_swept(overrides)[: -len(overrides)]:
+        keys = " and ".join(item.partition("=")[0] for item in swept)
+        raise ConfigError(f"the experiment sweeps {keys}: `testbed run -m` makes all runs; for one, give each a value")
+
+
 def _of_overlays(overrides: Sequence[str], key: str) -> list[Any]:
     """Returns what each file of the experiments among the overrides says of a key; None if it says nothing."""
     library, overlay = library_of(overrides), _choices([parsed(text) for text in overrides]).get(OVERLAYS)
@@ -318,7 +325,7 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
             keys = [key for key, policies in POLICIES.items() if value in policies]
             elsewhere = f" (a value of {', '.join(keys)})" * bool(keys)
             if not (keys or library.folders or group.startswith("hydra/") or nearest(value, names)):
-                elsewhere = " (one of your own needs --config-dir=<its folder>)"
+                elsewhere = " (one of your own is for `testbed run --config-dir=<its folder>`)"
             raise ConfigError(unknown(f"{group} has no option {value!r}{elsewhere}", value, names))
         found.append(option)
     if not names:

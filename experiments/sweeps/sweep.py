@@ -31,7 +31,6 @@ from experiments.configuration.on_device import check_device, slow_engine, unlik
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import (
     check_num_points,
-    is_hydras,
     library_of,
     of_one_point,
     searched,
@@ -86,8 +85,7 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
             "leave it out (docs/sweeps.md)"
         )
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
-    of_runs = [item for item in map(parsed, arguments) if not is_hydras(item)]  # Hydra itself leaves hydra={…} there
-    choices = _choices(of_runs, library_of(of_hydra))
+    choices = _choices([*map(parsed, arguments)], library_of(of_hydra))
     command = _command(of_hydra, choices, str(config.hydra.sweep.dir))
     sweep = _Sweep(config, context, of_hydra, command, _combinations(choices, library_of(of_hydra)), root)
     points = _points(sweep)
@@ -151,6 +149,7 @@ def _combinations(choices: dict[str, list[str]], library: Library) -> list[tuple
 def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     """Returns every point with its configuration. Raises FailedError, before any point runs, if one is invalid."""
     points: list[tuple[Point, RunConfig]] = []
+    alike: dict[str, str] = {}  # the label of each configuration
     refused: list[Outcome] = []
     values: dict[str, set[str]] = {}
     makeable: set[str] = set()  # choices of policies already constructed: each is tried once
@@ -159,6 +158,8 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     folders = searched(sweep.of_hydra)
     for number, (label, overrides) in enumerate(sweep.combinations):
         raw = compose_raw([*folders, *overrides])
+        if (other := alike.setdefault(repr(raw), label)) != label:
+            raise ConfigError(f"{other} and {label} are one run, as another setting has the last word; leave it out")
         command = shlex.join(["testbed", "run", *folders, *overrides])
         try:
             config = RunConfig.from_container(raw)

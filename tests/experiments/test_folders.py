@@ -130,7 +130,7 @@ def test_a_folder_s_name_has_any_characters(tmp_path: Path, say: Say, quotes: st
     say("run", *TINY, *SHORT, f"hydra.run.dir={value}").success()
     assert load_run(folder).is_complete
     again = f"hydra.run.dir={quotes}{folder} again{quotes}"
-    say("run", f"from={folder}", again).success()
+    say("run", f"from={quotes}{folder}{quotes}", again).success()
     assert manifest_of(tmp_path / f"{name} again")["digest"] == manifest_of(folder)["digest"]
     say("run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra.sweep.dir={quotes}{folder}s{quotes}").success()
     assert len(load_sweep(tmp_path / f"{name}s").runs) == 2

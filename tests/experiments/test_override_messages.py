@@ -73,6 +73,20 @@ def test_hydra_itself_is_no_key(value: str, say: Say) -> None:
     assert say("run", f"hydra={value}").error() == told
 
 
+def test_hydra_s_keys_may_come_as_one(tmp_path: Path, say: Say) -> None:
+    say("run", *TINY, *SHORT, f"hydra={{run: {{dir: {tmp_path / 'a'}}}}}").success()
+    assert (tmp_path / "a" / "done").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [("scheduler=VLLM_V1", "vllm_v1"), ("SEED=3", "seed"), ("Trace.Rate=4", "trace.rate"), ("cost.CUDA_graphs=1",
+     "cost.cuda_graphs"), ("scheduler.queue_order=FCFS", "fcfs")],
+)  # fmt: skip
+def test_what_differs_in_letter_case_is_meant(override: str, near: str, say: Say) -> None:
+    assert f"did you mean '{near}'? " in say("run", override).error()
+
+
 @pytest.mark.parametrize("option", ["mine", "mine.yml"])
 def test_an_option_s_file_of_another_extension_is_named(tmp_path: Path, say: Say, option: str) -> None:
     (file := tmp_path / "device" / "mine.yml").parent.mkdir()
@@ -128,7 +142,7 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["scheduler=random"], "scheduler has no option 'random' (a value of scheduler.queue_order, backend.router); "),
         (
             ["scheduler=mine"],
-            "scheduler has no option 'mine' (one of your own needs --config-dir=<its folder>); valid: ",
+            "scheduler has no option 'mine' (one of your own is for `testbed run --config-dir=<its folder>`); valid: ",
         ),
         (["hydra/job_logging=nope"], "hydra/job_logging has no option 'nope'; did you mean 'none'? "),
         (["report.question=a ${nope} b"], "report.question has ${nope}, and there is no key 'nope' to take the value "),

@@ -147,10 +147,13 @@ def test_a_variable_that_a_job_shall_have_is_set(tmp_path: Path, say: Say, key: 
     assert not (tmp_path / "one").exists()
 
 
+SWEPT = "the experiment sweeps seed: `testbed run -m` makes all runs; for one, give each a value"
+
+
 def test_an_overlay_s_sweep_without_its_mode_says_what_is_missing(tmp_path: Path, say: Say) -> None:
     option(tmp_path, "experiment/mine", "# @package _global_\nhydra: {sweeper: {params: {seed: '0,1'}}}\n")
     run = ("run", f"--config-dir={tmp_path}", "experiment=mine", f"hydra.run.dir={tmp_path / 'a'}")
-    assert say(*run).error() == "the experiment sweeps seed: add -m"
+    assert say(*run).error() == SWEPT
 
 
 def test_where_there_is_no_terminal_a_long_run_says_how_far_it_is(

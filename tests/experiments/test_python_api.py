@@ -121,8 +121,25 @@ def test_bad_input_raises_one_line(tmp_path: Path) -> None:
             simulate(ROWS, folder=folder, **SMALL)
     with pytest.raises(ConfigError, match=r"^folder is empty; name one$"):
         simulate(ROWS, folder="", **SMALL)
+    with pytest.raises(ConfigError, match=r"^folder is 'a\\x00b'; a path has no NUL character$"):
+        simulate(ROWS, folder="a\0b", **SMALL)
+    with pytest.raises(ConfigError, match=r"^trace is empty; name one$"):
+        simulate("")
     with pytest.raises(ConfigError, match=r"^find_capacity was given \['slo.ttft_s=1'\]; give overrides, as 'slo\."):
         find_capacity(["slo.ttft_s=1"], folder=tmp_path / "searched")
+
+
+def test_an_experiment_that_is_a_sweep_is_not_taken_for_one_run() -> None:
+    with pytest.raises(ConfigError, match=r"^the experiment sweeps cache.watermark and seed: `testbed run -m` "):
+        simulate({"num_requests": 3}, experiment="watermark")
+    one = simulate({"num_requests": 3}, experiment="watermark", cache={"watermark": 0.05}, seed=1)
+    assert (one.config["cache"]["watermark"], one.config["seed"]) == (0.05, 1)
+
+
+def test_a_notebook_shows_an_error_in_one_line() -> None:
+    with pytest.raises(ConfigError) as refused:
+        simulate(ROWS, folder="")
+    assert refused.value._render_traceback_() == ["ConfigError: folder is empty; name one"]
 
 
 def test_replay_runs_the_engine(tmp_path: Path) -> None:

@@ -231,6 +231,17 @@ def test_hydras_keys_may_come_as_one(tmp_path: Path, say: Say) -> None:
     assert len(load_sweep(tmp_path / "s").runs) == 2
 
 
+@pytest.mark.parametrize("group", ["cache={watermark: 0.07}", "++cache={watermark: 0.07}"])
+def test_a_swept_key_that_is_set_elsewhere_makes_no_points_that_are_one_run(
+    tmp_path: Path, say: Say, group: str
+) -> None:
+    told = sweep(say, tmp_path / "s", "cache.watermark=0.01,0.02", group).error()
+    assert told == (
+        "cache.watermark=0.01 and cache.watermark=0.02 are one run, as another setting has the last word; leave it out"
+    )
+    assert not (tmp_path / "s").exists()
+
+
 STUDIES = {  # what each overlay sweeps beside the seed
     "admission": 4, "batch_composition": 5, "chunk_budget": 5, "preemption": 3, "prefix_caching": 4, "queue_order": 6,
     "watermark": 5,

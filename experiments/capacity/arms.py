@@ -112,9 +112,9 @@ def _choices(overrides: Sequence[str], library: Library) -> dict[str, list[str]]
     for override in map(parsed, overrides):
         key = override.get_key_element()
         if key.lstrip("+~").startswith("hydra") and key != "hydra.searchpath":
-            raise ConfigError(f"{override.input_line!r}: where it goes is said by --out; leave it out")
+            raise ConfigError(f"{override.input_line!r}: its folder (--out) says where it goes; leave it out")
         if key.lstrip("+~") == "overwrite":
-            raise ConfigError(f"{override.input_line!r}: a search goes on in the folder of --out; leave it out")
+            raise ConfigError(f"{override.input_line!r}: a search goes on in its folder; leave it out")
         choices[key] = swept_values(override, library)
     return choices
 

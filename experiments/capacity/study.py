@@ -64,14 +64,18 @@ def find_capacity(
         if edited := edited_since_import(config):
             raise ConfigError(edited)
     if target.exists() and not target.is_dir():
-        raise RunFolderError(f"{target} is no folder; choose another --out")
+        raise RunFolderError(f"{target} is no folder; choose another folder")
     target.mkdir(parents=True, exist_ok=True)
-    with alone(target / _LOCK, target), ONE_AT_A_TIME:
+    with alone(target / _LOCK, target, "folder"), ONE_AT_A_TIME:
         identity = _claim(target, arms, seeds)
         finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
         searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]
         with progress(f"capacity, {len(arms)} searches", "point") as bar:
-            _run(searches, jobs, bar)
+            try:
+                _run(searches, jobs, bar)
+            except KeyboardInterrupt:
+                said = f"interrupted; the points that were done are kept in {target}: the same search goes on there"
+                raise KeyboardInterrupt(said) from None
         write_json(target / IDENTITY, identity | {"tolerance": finest})
     found = tuple(one.found() for one in searches)
     points = pd.DataFrame([row for one in searches for row in one.rows()])
@@ -92,17 +96,17 @@ def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str,
         names = {name: _name_here(kept, identity, name) for name in kept["policy"]}
         if (differing := _differing(kept, identity, names)) is not None:
             raise RunFolderError(
-                f"{folder} holds another search: {differing}; choose another --out, or repeat that one"
+                f"{folder} holds another search: {differing}; choose another folder, or repeat that one"
             )
         if missing := [name for name, here in names.items() if here is None]:
             raise RunFolderError(
                 f"{folder} holds the search of {', '.join(missing)} too, which its tables would lose; name all "
-                "policies, or choose another --out"
+                "policies, or choose another folder"
             )
         finest = kept.get("tolerance", {})
         identity["tolerance"] = {here: finest[name] for name, here in names.items() if name in finest}
     elif any(path.name != _LOCK for path in folder.iterdir()):
-        raise RunFolderError(f"{folder} is not empty and holds no search; choose another --out")
+        raise RunFolderError(f"{folder} is not empty and holds no search; choose another folder")
     write_json(file, identity)
     return identity
 
@@ -164,7 +168,7 @@ def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
     except BrokenProcessPool:
         raise TestbedError(
             "a simulation's process was killed, perhaps for want of memory; the points that were done are kept: "
-            "repeat the command with the same --out, and fewer --jobs"
+            "repeat it in the same folder, with fewer jobs"
         ) from None
 
 

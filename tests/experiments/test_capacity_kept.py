@@ -106,7 +106,7 @@ def test_while_one_search_writes_to_a_folder_another_is_refused(
 
     monkeypatch.setattr(study, "run_point", beside)
     find_capacity(*BUSY, "slo.ttft_s=1", folder=out, tolerance=0.5)
-    assert said == [f"another process is writing to {out}; wait for its end, or choose another --out"]
+    assert said == [f"another process is writing to {out}; wait for its end, or choose another folder"]
     assert sorted(path.name for path in out.iterdir()) == ["points", "search.json"]
 
 
@@ -128,6 +128,9 @@ def test_an_interrupt_keeps_what_was_done(
     assert said.status == 130
     assert "go on with: testbed capacity" in said.error()
     assert len(list((tmp_path / "a" / "points").iterdir())) == 7
+    num[0] = 7
+    with pytest.raises(KeyboardInterrupt, match=f"points that were done are kept in {tmp_path / 'a'}: the same search"):
+        find_capacity(*TWO, folder=tmp_path / "a", tolerance=COARSE)
     monkeypatch.setattr(study, "run_point", run_point)
     assert find_capacity(*TWO, folder=tmp_path / "a", tolerance=COARSE).points.equals(searched.points)
 

@@ -205,7 +205,7 @@ def test_the_version_is_one_line(say: Say) -> None:
         (("compare",), "there is no command 'compare'; valid: run, "),  # nothing is near
         (("report", "afile"), "afile: a file; give a run folder"),
         (("report", ".", "--out", "/dev/null"), "/dev/null is a device or a pipe, and a report is several files; "),
-        (("capacity", "slo.ttft_s=1", "--out", "afile"), "afile is no folder; choose another --out"),
+        (("capacity", "slo.ttft_s=1", "--out", "afile"), "afile is no folder; choose another folder"),
         (("report", "nothere", "--out", "there.html"), "nothere: no such folder"),
         (("trace", "afile"), "afile is a file; say of what format: testbed trace inspect auto afile"),
         (("run", "trace.rate=1,2"), "trace.rate=1,2 has several values: add -m to run each of them, or put them in "),

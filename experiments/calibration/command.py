@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from experiments.calibration.calibrate import (
@@ -28,6 +29,7 @@ from experiments.configuration.saved import read_manifest
 from experiments.console import Parser
 from experiments.runs.run import INTERRUPTED
 from experiments.runs.run_folder import refuse_existing, require_writable
+from experiments.wiring.build_engine import real_packages
 from sim.cost.calibrated import Quality
 from sim.cost.calibration import calibrate
 from sim.cost.calibration_file import save_calibration
@@ -167,6 +169,8 @@ def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: 
             "`testbed run` as cost.path"
         )
     require_writable(folder)
+    with real_packages("testbed calibrate"):
+        import_module("real.backend")
     for said in slow_engine(config):
         print(f"note         {said}", flush=True)
     weights_gb = config.model.weight_bytes(config.tensor_parallel_size) / 1e9

@@ -274,6 +274,12 @@ def test_a_folder_that_cannot_be_made(say: Say, where: str) -> None:
     assert where.partition("=")[2] in say("run", *TINY, "trace.num_requests=1", where).error()
 
 
+@pytest.mark.parametrize("out", ["/proc/page.html", "/sys/page.html"])
+def test_a_page_that_cannot_be_written_is_named_as_it_was_given(tmp_path: Path, say: Say, out: str) -> None:
+    run(say, tmp_path, [GOOD]).success()
+    assert say("report", str(tmp_path / "run"), "--out", out).error().startswith(f"{out}: ")
+
+
 def test_a_run_is_never_overwritten_without_being_asked(tmp_path: Path, say: Say) -> None:
     run(say, tmp_path, [GOOD]).success()
     before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}

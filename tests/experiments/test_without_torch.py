@@ -39,3 +39,9 @@ def test_the_engine_says_what_it_needs(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("error: backend=real needs the package 'torch'")
     assert "pip install" in done.stderr
+
+
+def test_a_calibration_says_so_before_anything_else(tmp_path: Path) -> None:
+    done = blocked("calibrate", *TINY, "--out", str(tmp_path / "fit"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: testbed calibrate needs the package 'torch'")

@@ -39,20 +39,21 @@ def _put_ours_first() -> None:
             raise ImportError(f"{spec.origin} hides the testbed's package {name!r}; give that file another name")
 
 
-def _refuse_windows() -> None:
+def refuse_windows(error: type[Exception]) -> None:
+    """Raises `error` where run folders cannot be locked."""
     from importlib.util import find_spec  # not at the top, as above
 
-    if find_spec("fcntl") is None:  # the locks of run folders
-        raise SystemExit("error: the testbed needs Linux or macOS; on Windows, use WSL")
+    if find_spec("fcntl") is None:
+        raise error("the testbed needs Linux or macOS; on Windows, use WSL")
 
 
 _put_ours_first()
-_refuse_windows()
 
 
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         from importlib import import_module  # not at the top: compiled.decide() must run first
 
+        refuse_windows(ImportError)
         return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'experiments' has no attribute {name!r}")

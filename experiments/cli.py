@@ -12,6 +12,7 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
+from experiments import refuse_windows
 from experiments.console import Parser, folder_named, go_on_unheard, open_closed_streams, take_any_character, words
 from experiments.runs.collector import THRESHOLD
 from testbed.errors import ConfigError, TestbedError
@@ -64,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         print(describe_versions()["llm-serving-testbed"])
         return 0
     try:
+        refuse_windows(ConfigError)
         if (here := _here()) not in sys.path:
             sys.path.append(here)  # a user's own policies are there; last, so that an analysis.py there hides nothing
         if name not in COMMANDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,9 @@ def in_one_line(overrides: Sequence[str], keys: Keys | None = None) -> Iterator[
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
         said = _line(error) + ("" if error.__cause__ is None else f": {_line(error.__cause__)}")
+        named = re.match(r"In '(.+)/(.+?)': ", said)
+        if keys is not None and named and (file := keys.library.file(named[1], named[2])):
+            said = f"{file}: {said[named.end() :]}"
         if keys is not None and isinstance(cause, OmegaConfBaseException):
             items = [item for item in map(parsed, overrides) if not chooses(item)]
             said = keys.mistake(cause, items) or keys.place_of(str(cause.full_key), items) + said

@@ -108,9 +108,9 @@ def _bases(content: Mapping[str, Any]) -> list[str]:
 
 
 def needed_by(content: Mapping[str, Any], group: str) -> list[tuple[str, str]]:
-    """Returns (group, option) for each option of our groups that the defaults of a file of this group need."""
+    """Returns (group, option) for each option that the defaults of a file of this group need."""
     pairs = [*((group, base.removeprefix(f"/{group}/")) for base in _bases(content)), *chosen_by(content).items()]
-    return [pair for pair in pairs if pair[0] in (*GROUPS, OVERLAYS) and re.fullmatch(r"[\w.-]+", pair[1])]
+    return [pair for pair in pairs if is_group(pair[0]) and re.fullmatch(r"[\w.-]+", pair[1])]
 
 
 def is_group(key: str) -> bool:
@@ -118,9 +118,14 @@ def is_group(key: str) -> bool:
     return key in (*GROUPS, OVERLAYS) or key.startswith("hydra/")
 
 
+def pairs_in(content: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Returns the entries {group: option} of a file's defaults."""
+    return [pair for entry in content.get("defaults", ()) if isinstance(entry, dict) for pair in entry.items()]
+
+
 def chosen_by(content: Mapping[str, Any]) -> dict[str, str]:
     """Returns the options that the defaults list of a file chooses: {group: option}."""
-    pairs = [pair for entry in content.get("defaults", ()) if isinstance(entry, dict) for pair in entry.items()]
+    pairs = pairs_in(content)
     named = {str(key).rpartition(" ")[2].lstrip("/"): option for key, option in pairs}  # after `override`, `optional`
     return {group: option for group, option in named.items() if isinstance(option, str) and "@" not in group}
 

@@ -22,7 +22,7 @@ from experiments.configuration.keys import PLAIN, Keys
 from experiments.configuration.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
 from experiments.configuration.policies import POLICIES
 from testbed.errors import ConfigError
-from testbed.foreign_text import nearest, unknown
+from testbed.foreign_text import nearest, shown, unknown
 
 MAX_POINTS = 100_000
 _EXTRAS = {  # launchers of other packages, and what to install for each
@@ -185,7 +185,7 @@ def chooses(item: Override) -> bool:
 
 def is_sweep(overrides: Sequence[str]) -> bool:
     """Whether an experiment among the overrides has hydra.mode: MULTIRUN."""
-    return "MULTIRUN" in _of_overlays(overrides, "hydra.mode")
+    return any(mode == "MULTIRUN" for _, mode in _of_overlays(overrides, "hydra.mode"))
 
 
 def with_swept(overrides: Sequence[str]) -> list[str]:
@@ -194,8 +194,10 @@ def with_swept(overrides: Sequence[str]) -> list[str]:
         return list(overrides)
     given = {item.partition("=")[0].lstrip("+") for item in overrides}
     swept: dict[str, Any] = {}
-    for params in _of_overlays(overrides, "hydra.sweeper.params"):
-        swept |= params if isinstance(params, dict) else {}
+    for file, params in _of_overlays(overrides, "hydra.sweeper.params"):
+        if params is not None and not (isinstance(params, dict) and all(map(_is_scalar, params.values()))):
+            raise ConfigError(f"{file}: hydra.sweeper.params is {shown(params)}; give a key its values as seed: 0,1")
+        swept |= params or {}
     return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
 
 
@@ -206,13 +208,17 @@ def refuse_swept(overrides: Sequence[str]) -> None:
         raise ConfigError(f"the experiment sweeps {keys}: `testbed run -m` makes all runs; for one, give each a value")
 
 
-def _of_overlays(overrides: Sequence[str], key: str) -> list[Any]:
-    """Returns what each file of the experiments among the overrides says of a key; None if it says nothing."""
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, str | int | float)
+
+
+def _of_overlays(overrides: Sequence[str], key: str) -> list[tuple[Path, Any]]:
+    """Returns each file of the experiments among the overrides and what it says of a key; None if it says nothing."""
     library, overlay = library_of(overrides), _choices([parsed(text) for text in overrides]).get(OVERLAYS)
     names = [] if overlay is None else _names(library, overlay)
-    contents = [content for name in names if isinstance(name, str) for _, content in library.files(OVERLAYS, name)]
-    found = [OmegaConf.select(OmegaConf.create(content), key) for content in contents]
-    return [OmegaConf.to_container(one) if OmegaConf.is_config(one) else one for one in found]
+    contents = [found for name in names if isinstance(name, str) for found in library.files(OVERLAYS, name)]
+    found = [(file, OmegaConf.select(OmegaConf.create(content), key)) for file, content in contents]
+    return [(file, OmegaConf.to_container(one) if OmegaConf.is_config(one) else one) for file, one in found]
 
 
 @cache

@@ -352,6 +352,13 @@ def test_a_name_is_no_way_to_choose() -> None:
     assert compose_config(["scheduler=sarathi", "scheduler.name=mine"]).scheduler.name == "mine"
 
 
+OVERLAY = "# @package _global_\n"
+WRONG_PAIRS = (
+    "override /schedulr: vllm_v1", "/scheduler: vllm_v1", "override scheduler: vllm_v1", "override /scheduler: 1",
+    "override /scheduler@x: vllm_v1", "overide /scheduler: vllm_v1",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("file", "text", "more", "error"),
     [
@@ -371,7 +378,16 @@ def test_a_name_is_no_way_to_choose() -> None:
          "FILE, line 2: scheduler.max_num_seqs: KeyError raised while resolving interpolation"),
         ("scheduler/mine", "defaults: [vllm_v1, _self_]\nmax_num_seqs: ${oc.env:NOT_SET_AT_ALL}",
          ("scheduler.max_num_seqs=-7",), "scheduler.max_num_seqs is -7; it must be at least 1"),
-        ("scheduler/mine", "defaults: [a b]", (), "In 'scheduler/mine': Could not load 'scheduler/a b'."),
+        ("scheduler/mine", "defaults: [a b]", (), "FILE: Could not load 'scheduler/a b'."),
+        ("scheduler/mine", "defaults: [{/scheduler@_here_: vllm_v1}, _self_]", (),
+         "FILE: its defaults have /scheduler@_here_: vllm_v1; name options as [vllm_v1, _self_]"),
+        *(("experiment/mine", f"{OVERLAY}defaults: [{{{pair}}}]", (),
+           f"FILE: its defaults have {pair}; name options as override /scheduler: sarathi") for pair in WRONG_PAIRS),
+        ("experiment/mine", f"{OVERLAY}defaults: [override /hydra/launcher: slrum]", (),
+         "FILE: its defaults name hydra/launcher=slrum, which does not exist; "),
+        ("experiment/mine", f"{OVERLAY}hydra: 3", (), "FILE: "),
+        *(("experiment/mine", f"{OVERLAY}hydra: {{mode: MULTIRUN, sweeper: {{params: {params}}}}}", (),
+           "FILE: hydra.sweeper.params is ") for params in ("[seed: '0,1']", "{seed: [0, 1]}", "{seed: null}", "seed")),
         ("model/mine", "_target_: mine.Model", (), "model._target_: no class of your own stands for model; give its"),
         ("cache/mine", "_target_: mine.Cache", (), "cache._target_: no class of your own stands for cache; give its"),
         ("cache/mine", "defaults: [default]\nprefix_caching: maybe\n", (),

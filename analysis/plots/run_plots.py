@@ -17,7 +17,7 @@ from analysis.load import Run, Sweep, num_replicas
 from analysis.measures.occupancy import run_end_ns
 from analysis.plots import style
 from analysis.plots.curves import MAX_POINTS, engines_of, total
-from analysis.plots.sources import MAX_RUNS, requests_of, runs_of
+from analysis.plots.sources import MAX_RUNS, column_of, requests_of, runs_of
 from analysis.plots.style import AxesArray
 from analysis.reading.frames import numbers
 from testbed.records.schema import COMPLETED
@@ -231,7 +231,7 @@ def preemption_scatter(
     `plots.timeline` show when preemptions happened. Only finished requests are drawn.
     """
     requests = requests_of(source, Run, Sweep)
-    times = numbers(requests, "num_preemptions")
+    length, times = column_of(requests, x), numbers(requests, "num_preemptions")
     stay_s = (numbers(requests, "finish_ns") - numbers(requests, "first_scheduled_ns")) / 1e9
     done = requests["finish_reason"].isin(COMPLETED).to_numpy() & ~np.isnan(stay_s)
     classes = dict(zip(_TIMES, (times == 0, times == 1, (times == 2) | (times == 3), times >= 4), strict=True))
@@ -240,7 +240,7 @@ def preemption_scatter(
         if not done.any():
             style.say_empty(axes, "no request finished")
             return axes
-        (factor, unit), length, handles = style.time_unit(stay_s[done]), numbers(requests, x), {}
+        (factor, unit), handles = style.time_unit(stay_s[done]), {}
         for name, those in classes.items():
             if (those & done).any():
                 look = _TIMES[name] | {"linestyle": "none", "markeredgewidth": 0.3, "markeredgecolor": "white"}

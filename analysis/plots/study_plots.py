@@ -26,7 +26,7 @@ from analysis.measures.summary import samples_of
 from analysis.measures.survival import km_steps
 from analysis.plots import style
 from analysis.plots.curves import MAX_POINTS, Engine, engines_of, thin, total
-from analysis.plots.sources import MAX_RUNS, require, runs_of
+from analysis.plots.sources import MAX_RUNS, list_of, require, runs_of
 from analysis.plots.style import AxesArray, OwnAxes
 from analysis.reading.frames import numbers
 from analysis.reading.rows import FloatArray
@@ -89,6 +89,7 @@ def throughput_latency(
     require(arms, Sweep, Mapping)
     if isinstance(arms, Sweep):
         arms = {arm.name: arm.runs for arm in infer_arms(arms.runs)}
+    arms = {str(name): list_of(runs) for name, runs in arms.items()}
     every = [run for runs in arms.values() for run in runs]
     loads = load_keys(every, stated_replicates(every))
     panels_of = {"ttft_s": "P99 TTFT", "tpot_s": "P99 TPOT"}

@@ -28,6 +28,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLo
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
+from analysis.load import require_path
 from analysis.reading.rows import FloatArray
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown
@@ -183,8 +184,10 @@ _UNDATED = {"png": ("Software",), "svg": ("Date", "Creator"), "pdf": ("CreationD
 def save(drawn: Figure | Axes | AxesArray, stem: str | PathLike[str]) -> tuple[Path, ...]:
     """Writes the figure, given by itself or by the axes that a plot returned, to `<stem>.png` and `<stem>.svg`, or to
     the one file that ends in .pdf, .png or .svg. The files are reproducible byte for byte. Returns their paths. Raises
-    ConfigError for what is neither."""
-    stem, figure = Path(stem), figure_of(drawn)
+    ConfigError for what is neither, and for a file of another kind."""
+    stem, figure = require_path("the figure's file", stem), figure_of(drawn)
+    if stem.suffix[1:].lower() in {*figure.canvas.get_supported_filetypes()} - {*_UNDATED}:
+        raise ConfigError(f"{stem}: figures are .pdf, .png or .svg; name one, or leave out {stem.suffix} for both")
     stem.parent.mkdir(parents=True, exist_ok=True)
     is_one = stem.suffix[1:].lower() in _UNDATED
     files = (stem,) if is_one else (stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg"))

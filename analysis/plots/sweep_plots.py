@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import pairwise, product
 from typing import Any
 
@@ -29,7 +28,7 @@ from analysis.comparison.compare import Metric, metric_of
 from analysis.load import Run, Sweep
 from analysis.naming import is_seed, level_names, levels_of, naming_keys
 from analysis.plots import style
-from analysis.plots.sources import require
+from analysis.plots.sources import column_of, require
 from analysis.reading.rows import FloatArray
 from testbed.errors import ConfigError
 
@@ -58,15 +57,11 @@ def _points(
     frame = source if isinstance(source, pd.DataFrame) else source.frame
     stated = [key for key in stated_replicates(source.runs) if key not in kept] if isinstance(source, Sweep) else []
     names = [str(name) for name in frame.columns]
-    for path in paths:
-        if path not in names:
-            near = ", ".join(get_close_matches(path, names, n=3, cutoff=0.0))
-            raise ConfigError(f"the runs' table has no column {path!r}; nearest: {near}")
+    columns = {path: column_of(frame, path) for path in paths}
     swept = names[: names.index("summary_version")] if "summary_version" in names else []
     keys = [key for key in swept if key != "run" and not is_seed(key) and key not in (*replicates, *stated)]
     rows = [{key: None if pd.isna(row[key]) else row[key] for key in keys} for row in frame.to_dict("records")]
     places = grouped(range(len(rows)), lambda place: repr(rows[place]))
-    columns = {path: pd.to_numeric(frame[path]).to_numpy(dtype=np.float64) for path in paths}
     points = [_Point(rows[those[0]], {path: columns[path][those] for path in paths}) for those in places.values()]
     return points, naming_keys(rows, keys)
 

@@ -68,6 +68,12 @@ def test_what_is_drawn_into_own_axes_has_their_fonts(sweep):
     assert {name for text in texts for name in text.get_fontfamily()} == {"monospace"}
 
 
+@pytest.mark.parametrize("name", ["load.jpg", "load.EPS", ""])
+def test_a_figure_of_another_kind_or_without_a_name_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"figures are \.pdf, \.png or \.svg; name one|^the figure's file is empty"):
+        style.save(Figure().subplots(), name and tmp_path / name)
+
+
 def test_a_file_with_a_suffix_is_the_only_one_and_a_pdf_embeds_its_fonts(sweep, tmp_path):
     (pdf,) = style.save(plots.latency_cdf(sweep), tmp_path / "cdf.pdf")
     assert [*tmp_path.iterdir()] == [pdf]

@@ -94,11 +94,15 @@ def test_what_a_plot_does_not_take_is_refused_by_its_type(runs):
         (batch_composition, None, "NoneType", several),
         (batch_composition, [3], "int", r"a Run \(of a Sweep: one of its runs\)$"),
         (throughput_latency, run, "Run", "a Sweep or a dict of them by label$"),
+        (throughput_latency, {"a": run}, "Run", "a list of Runs$"),
+        (throughput_latency, {"a": [3]}, "int", r"a Run \(of a Sweep: one of its runs\)$"),
         (pareto, [run], "list", r"a Run .* or a Sweep or one of their frames$"),
     ):
         with pytest.raises(ConfigError, match=f"^a plot is given a {kind}; this one takes {takes}"):
             plot(source)
     preemption_scatter(sweep)
+    with pytest.raises(ConfigError, match="no column 'num_tokens'; nearest: "):
+        preemption_scatter(sweep, x="num_tokens")
     for plot in (gantt, preemption_scatter):
         with pytest.raises(ConfigError, match=r"without them; give it a run's or a sweep's \.requests"):
             plot(sweep.frame)

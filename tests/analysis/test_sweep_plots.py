@@ -67,6 +67,10 @@ def test_directions_follow_the_metrics_or_the_call():
         pareto(frame_of(points), "summary_version")
     with pytest.raises(ConfigError, match=r"no column 'ttft.p99'; nearest: ttft_s.p99"):
         pareto(frame_of(points), y="ttft.p99")
+    with pytest.raises(ConfigError, match=r"no column 3; nearest: "):
+        pareto(frame_of(points), 3)
+    with pytest.raises(ConfigError, match=r"^the column 'run' of the runs' table has no numbers; name another$"):
+        pareto(frame_of(points).assign(run="a"), "run")
 
 
 def test_runs_that_differ_in_seeds_are_one_point_with_whiskers(sweep):

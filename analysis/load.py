@@ -307,6 +307,7 @@ def _found(path: str | os.PathLike[str]) -> Sweep:
         else:
             why = _failure(folder) or _cure(folder, "the run is partial (interrupted or still going)")
             incomplete.append((folder, why))
+    incomplete.sort(key=lambda one: (one[0].parent, read_manifest(one[0]).get("point") or 0))
     if not runs:
         found = f"; {len(incomplete)} incomplete, the first: {incomplete[0][1]}" if incomplete else ""
         raise RunFolderError(f"{root}: no complete run folder at or below it{found}")

@@ -124,10 +124,10 @@ def find_arm(arms: Sequence[N], name: str | None) -> N:
         return arms[0]
     near = arms_called(arms, name)
     if len(near) != 1:
-        what = "no arm is" if not near else f"{len(near)} arms are"
+        what = f"{len(near)} arms have it in their names" if near else "no arm is called so"
         names = "; ".join(arm.name for arm in arms)
         raise RunFolderError(
-            f"baseline {name!r}: {what} called so; the arms are: {names}. Name one with --baseline or report.baseline"
+            f"baseline {name!r}: {what}; the arms are: {names}. Name one with --baseline or report.baseline"
         )
     return near[0]
 

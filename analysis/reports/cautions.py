@@ -182,7 +182,7 @@ def _doubted(arms: Sequence[Arm], pairs: Sequence[Pair]) -> Iterator[str]:
     named |= {run.path: (arm.name, run) for arm in arms for run in arm.runs}
     runs = list(named.values())
     found = {
-        "Prices": [(name, note) for name, run in runs for note in price_notes(run.manifest)],
+        "Step times": [(name, note) for name, run in runs for note in price_notes(run.manifest)],
         "Measured": [(name, note) for name, run in runs for note in replay_notes(run.manifest)],
         "Load": [
             (name, Note.of_text(text))

@@ -107,6 +107,13 @@ def test_where_all_runs_are_partial_it_says_what_to_do(tmp_path, command, cure):
     refused(lambda: load_sweep(tmp_path), f"1 incomplete, the first: {cure}")
 
 
+def test_what_did_not_end_is_in_the_order_of_its_sweep(tmp_path):
+    write_run(tmp_path / "whole", num_requests=8)
+    for number, name in enumerate("cab"):
+        change_manifest(write_run(tmp_path / name, num_requests=30, stop_s=1.0), point=number)
+    assert [path.name for path, _ in load_sweep(tmp_path).incomplete] == ["c", "a", "b"]
+
+
 def test_a_sweep_is_every_whole_run_below_and_reports_the_others(tmp_path):
     write_runs(tmp_path, seed=[0, 1], watermark=[0.0, 0.1], num_requests=8)
     write_run(tmp_path / "w9" / "cut", num_requests=30, stop_s=1.0)

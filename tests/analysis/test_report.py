@@ -323,7 +323,7 @@ def test_arms_and_factors_are_inferred_from_what_was_swept(sweep):
     ]
     assert level_groups(arms) == [("scheduler.name",), ("cache.prefix_caching",)]
     assert find_arm(arms, "decode_first, prefix caching on") is arms[3]
-    with pytest.raises(RunFolderError, match="2 arms are called so"):
+    with pytest.raises(RunFolderError, match="2 arms have it in their names; the arms are: "):
         find_arm(arms, "decode_first")
     pairs = infer_pairs(load_sweep(sweep / "pairs").runs)
     assert {pair.label for pair in pairs} == {"prefill_first", "decode_first"}

@@ -195,7 +195,8 @@ def with_swept(overrides: Sequence[str]) -> list[str]:
     given = {item.partition("=")[0].lstrip("+") for item in overrides}
     swept: dict[str, Any] = {}
     for file, params in _of_overlays(overrides, "hydra.sweeper.params"):
-        if params is not None and not (isinstance(params, dict) and all(map(_is_scalar, params.values()))):
+        values = params.values() if isinstance(params, dict) else [] if params is None else [None]
+        if not all(isinstance(value, str | int | float) for value in values):
             raise ConfigError(f"{file}: hydra.sweeper.params is {shown(params)}; give a key its values as seed: 0,1")
         swept |= params or {}
     return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
@@ -206,10 +207,6 @@ def refuse_swept(overrides: Sequence[str]) -> None:
     if swept := with_swept(overrides)[: -len(overrides)]:
         keys = " and ".join(item.partition("=")[0] for item in swept)
         raise ConfigError(f"the experiment sweeps {keys}: `testbed run -m` makes all runs; for one, give each a value")
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, str | int | float)
 
 
 def _of_overlays(overrides: Sequence[str], key: str) -> list[tuple[Path, Any]]:

@@ -266,7 +266,6 @@ _NO_ROOM = {
     errno.EFBIG: ("File too large for this shell or file system", "raise the limit (ulimit -f)"),
     errno.EMFILE: ("too many open files", "raise the limit (ulimit -n)"),
 }
-_REFUSED = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOENT)  # of a new file; the last: in /proc
 _OF_NO_FILE = (errno.ENOMEM, errno.EAGAIN)  # of a process that cannot be started
 
 
@@ -282,7 +281,8 @@ def writing(target: Path) -> Iterator[None]:
         elif error.errno in _NO_ROOM:
             is_of_target = not os.path.lexists(os.path.dirname(os.path.abspath(error.filename)))
         else:
-            is_of_target = error.errno in _REFUSED and _is_absent_beside(error.filename, target)
+            is_made = error.errno in (errno.EACCES, errno.EROFS) or Path(str(error.filename)).name.startswith(".")
+            is_of_target = is_made and _is_absent_beside(error.filename, target)
         if is_of_target:
             error.filename = str(target)
         raise

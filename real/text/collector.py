@@ -106,7 +106,7 @@ class Collector(Recorder):
                 self._watch(live, admission.seq_id)
         for request_id in plan.swapped_in:
             live = self._live[request_id]
-            for seq_id in [one for one in live.members if one in self._watched]:
+            for seq_id in list(live.members):
                 self._watch(live, seq_id)
 
     def marked(self, outcome: Outcome) -> Outcome:
@@ -140,15 +140,11 @@ class Collector(Recorder):
         return member
 
     def _watch(self, live: _Live, seq_id: int) -> None:
-        """Watches a sequence that starts or returns. If a token was in flight at its preemption that the core did not
-        take, as it samples it again, the text is made anew without it."""
-        member = self._member(live, seq_id)
-        num_emitted = 0 if member.seq is None else member.seq.num_output_tokens
-        if member.text is not None and member.text.num_tokens > num_emitted:
-            member.text = self._new_text(live)
-            self._watched[seq_id] = live, member.text
-            for token in () if member.seq is None else member.seq.output_token_ids:
-                member.text.push(token)
+        """Watches a sequence that starts or returns. If it has emitted nothing, its text begins anew: its first token
+        may have been in flight at its preemption, and then it samples it again."""
+        if seq_id in live.members and live.members[seq_id].seq is None:
+            del live.members[seq_id]
+        self._member(live, seq_id)
 
     def _new_text(self, live: _Live) -> SequenceText:
         sampling = live.asked.request.sampling
@@ -281,7 +277,7 @@ def _score(completion: Completion, sampling: SamplingParams) -> float:
     """Returns the score by which the sequences of a request are ranked; larger is better."""
     if not sampling.beam_width:
         return completion.cumulative_logprob
-    return completion.cumulative_logprob / float(max(1, len(completion.token_ids)) ** sampling.length_penalty)
+    return completion.cumulative_logprob / float(len(completion.token_ids) ** sampling.length_penalty)
 
 
 def _place(seq: Sequence | None) -> int:

@@ -23,6 +23,7 @@ from testbed.errors import ConfigError, ModelError, RequestError, TestbedError
 from tests.text.kit import (
     PROMPTS,
     ROOMY,
+    SETTINGS,
     assert_idle,
     greedy,
     joined,
@@ -92,8 +93,10 @@ def test_an_impatient_ctrl_c_gets_out_of_a_step_and_the_llm_says_that_it_is_of_n
         own.generate(PROMPTS, greedy())
 
 
-def test_a_stream_that_is_closed_or_dropped_aborts_what_is_left(own: LLM) -> None:
-    stream = own.stream(PROMPTS, greedy(100))
+@pytest.mark.parametrize("settings", ["roomy", "chunks"])  # with chunks, some have no token yet
+def test_a_stream_that_is_closed_or_dropped_aborts_what_is_left(folder: Path, settings: str) -> None:
+    own = LLM(folder, **SETTINGS[settings], prefix_caching=False)
+    stream = own.stream(PROMPTS, greedy(100, stop="never in it"))
     assert next(stream).token_ids
     with pytest.raises(TestbedError, match="still open"):
         own.generate(PROMPTS[0], greedy())

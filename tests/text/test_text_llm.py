@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.llm_settings import find_model
 from experiments.text import LLM
+from real.text.collector import Collector
 from real.text.outputs import CompletionOutput, Piece
 from real.text.sampling import SamplingParams
 from testbed.core.commands import Recorder, StepView
+from testbed.core.outcome import Outcome
 from testbed.errors import ConfigError, ModelError
 from tests.text.kit import (
     PROMPTS,
@@ -101,6 +104,29 @@ def test_texts_of_samples_with_stops_do_not_depend_on_what_is_in_flight(
     assert bool(num_preempted) == bool(changes)
     assert [output.outputs for output in found] == [output.outputs for output in wanted]
     assert {one.finish_reason for output in found for one in output.outputs} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_text_begins_anew_where_the_first_token_is_sampled_again(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """A prompt of several samples is preempted while its first tokens are in flight."""
+    num_first: Counter[int] = Counter()
+    marked = Collector.marked
+
+    def counted(self: Collector, outcome: Outcome) -> Outcome:
+        num_first[outcome.seq_id] += bool(outcome.forks)
+        return marked(self, outcome)
+
+    prompts = [[1 + number] * 5 for number in range(5)]
+    sampling = [greedy(8, n=2, temperature=1.5, seed=seed, stop="never in it") for seed in range(5)]
+    wanted = llm.generate(prompts, sampling)
+    monkeypatch.setattr(Collector, "marked", counted)
+    tight = ROOMY | {"num_gpu_blocks": 8, "num_cpu_blocks": 64, "prefix_caching": False, "max_num_batched_tokens": 18}
+    with LLM(folder, **tight, scheduler={"name": "vllm_v1_async", "preemption": mode}) as other:
+        found = other.generate(prompts, sampling)
+    assert max(num_first.values()) == 2
+    assert [output.outputs for output in found] == [output.outputs for output in wanted]
 
 
 class Preempted(Recorder):

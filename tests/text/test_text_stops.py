@@ -146,5 +146,6 @@ def test_a_character_that_is_cut_by_min_tokens_does_not_revive_what_stands_befor
     for token in (*first, *ids):
         text.push(token)
     text.finish()
+    text.finish()
     assert text.stop is None
     assert text.text == tokenizer.decode([*first, *ids])

@@ -67,9 +67,9 @@ def _measure(runner: ModelRunner, cache_dtype: torch.dtype) -> tuple[int, int]:
     weights = torch.cuda.memory_allocated(device)
     cache = _small_cache(runner, cache_dtype)
     torch.cuda.reset_peak_memory_stats(device)
-    chunk = min(max_num_batched_tokens, max_model_len)
+    most = min(max_num_batched_tokens, max_num_seqs * max_model_len)
     loads = [
-        [(chunk, max_model_len)] * max(1, max_num_batched_tokens // chunk),  # prefills at the end of long prompts
+        [(num, max_model_len) for num in _prompts(most, max_model_len)],  # prefills at the end of long prompts
         [(1, max_model_len)] * min(max_num_seqs, max_num_batched_tokens),  # decodes of the longest sequences
     ]
     with memory_named(
@@ -156,9 +156,13 @@ def warm_up_loads(
         sizes = {*WARM_UP_TILES, *(() if experts is None else tokens_of_larger_tiles(experts))}
         most = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
         for num in sorted(size for size in sizes if size <= most):
-            parts = [min(limits.max_model_len, num - first) for first in range(0, num, limits.max_model_len)]
-            loads.append([(part, part) for part in parts])
+            loads.append([(part, part) for part in _prompts(num, limits.max_model_len)])
     return loads
+
+
+def _prompts(num_tokens: int, max_model_len: int) -> list[int]:
+    """Returns the lengths of as few prompts as possible that have `num_tokens` together."""
+    return [min(max_model_len, num_tokens - first) for first in range(0, num_tokens, max_model_len)]
 
 
 def tokens_of_larger_tiles(experts: ExpertsShape) -> list[int]:

@@ -12,11 +12,13 @@ import torch
 from real import host_memory, max_load
 from real.cache_engine import block_bytes
 from real.config import RealConfig
+from real.device import memory_named
 from real.driver import Work
 from real.runner import ModelRunner
 from real.sampling import sampler
 from testbed.core.interfaces import Backend
 from testbed.core.plan import Preemption, PreemptionMode
+from testbed.core.request import SamplingParams
 from testbed.errors import ConfigError, DeviceError, RequestError
 from tests.real.engine_helpers import checkpoint, plan_of, row, tiny_backend, tiny_spec
 
@@ -102,6 +104,12 @@ def test_moves_go_out_then_in_then_copy():
 def test_a_token_outside_the_vocabulary_is_named():
     with pytest.raises(RequestError, match=r"sequence 3 has token id 512 at position 6; .* has 512 tokens"):
         tiny_backend().start(plan_of(row(0, [1], [0]), row(3, [1, 2, 3, 4, 5, 6, 512], [1, 2], start=4)))
+    with pytest.raises(RequestError, match="sequence 3 has token id -1 at position 0"):
+        tiny_backend().start(plan_of(row(3, [-1, 1], [0])))
+    chunk = row(3, [1, 2], [0], samples=False, sampling=SamplingParams(prompt_logprobs=0))
+    for outside in (512, -1):  # not computed yet, but scored
+        with pytest.raises(RequestError, match=f"outside the model's vocabulary of 512 tokens: {outside}"):
+            tiny_backend().start(plan_of(chunk.replace(num_prompt_tokens=3, history=(1, 2, outside))))
 
 
 def test_blocks_on_the_cpu_come_from_the_stated_budget():
@@ -116,7 +124,15 @@ def test_blocks_on_the_cpu_come_from_the_stated_budget():
         tiny_backend(num_gpu_blocks=None, cpu_kv_bytes=size - 1)
 
 
-def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch):
+@pytest.mark.parametrize(
+    ("limits", "prompts", "num_decodes"),
+    [
+        ({"max_model_len": 256}, (64,), 8),
+        ({"max_model_len": 40}, (40, 24), 8),
+        ({"max_model_len": 40, "max_num_seqs": 1}, (40,), 1),
+    ],
+)
+def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch, limits, prompts, num_decodes):
     """The measuring steps run here on the CPU; only the counters of GPU memory are made up."""
     counters = {
         "synchronize": None,
@@ -130,7 +146,7 @@ def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch):
     for name, value in counters.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    backend = tiny_backend()
+    backend, length = tiny_backend(**limits), limits["max_model_len"]
     loads = []
     compute = backend.runner.hidden_states
 
@@ -140,7 +156,8 @@ def test_a_gpu_is_measured_at_the_maximum_load(monkeypatch):
 
     monkeypatch.setattr(backend.runner, "hidden_states", hidden_states)
     assert max_load._measure(backend.runner, torch.float32) == (1000, 700 + 500)
-    assert [(load.query_lens, load.context_lens) for load in loads] == [((64,), (256,)), ((1,) * 8, (256,) * 8)]
+    assert [load.query_lens for load in loads] == [prompts, (1,) * num_decodes]
+    assert [load.context_lens for load in loads] == [(length,) * len(prompts), (length,) * num_decodes]
 
 
 def test_kv_memory_starts_as_zeros_after_the_warm_up():
@@ -157,6 +174,14 @@ def test_memory_that_runs_out_later_is_one_line_too(monkeypatch, place):
     with pytest.raises(DeviceError, match=r"^out of GPU memory; lower cache\.num_gpu_blocks .*$") as error:
         tiny_backend() if place == "warm-up" else backend.start(plan_of(row(0, [1, 2], [0]))).wait()
     assert "\n" not in str(error.value)
+
+
+def test_an_error_after_another_is_one_of_memory_only_if_one_of_them_is():
+    error = RuntimeError("a shape")
+    for first, message in ((KeyError("no key"), "^a shape$"), (torch.OutOfMemoryError(), "^out of GPU memory; less$")):
+        error.__context__ = first
+        with pytest.raises((RuntimeError, DeviceError), match=message), memory_named("less"):
+            raise error
 
 
 def test_more_blocks_than_memory_is_one_line():

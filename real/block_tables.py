@@ -28,13 +28,13 @@ class NewBlocks(NamedTuple):
 
 
 class HostTables:
-    """The tables on the host. blocks: int32 [capacity, width], a row for each sequence. Both dimensions grow as needed.
+    """The tables on the host. blocks: int32 [capacity, width], a row for each sequence. Both are at least 1, and grow.
 
     Entries after a table's last block keep earlier values: existing blocks, or 0.
     """
 
     def __init__(self, capacity: int, width: int) -> None:
-        self.blocks = np.zeros((max(capacity, 1), max(width, 1)), dtype=np.int32)
+        self.blocks = np.zeros((capacity, width), dtype=np.int32)
         self._known: list[list[int]] = [[] for _ in self.blocks]  # each row's table in the last plan that had it
         self._places: dict[int, int] = {}  # by sequence
         self._free = list(range(len(self.blocks)))

@@ -220,7 +220,7 @@ class Ranks:
                 selector.register(channel, selectors.EVENT_READ, rank)
             deadline: float | None = None
             while deadline is None or (self._first_cause() is None and time.monotonic() < deadline):
-                for key, _ in selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                for key, _ in selector.select(None if deadline is None else deadline - time.monotonic()):
                     if key.data == 0:
                         return
                     if not self._hear(key.data):

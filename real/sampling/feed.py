@@ -34,7 +34,7 @@ class SampleFeed:
         if self._kept is not None and batch == self._kept[0]:
             _, host, there = self._kept
             return self._with_keys(there, _new_keys(host, rows))
-        self._kept = None  # nothing is kept if the next line raises
+        self._kept = None  # what is sent now overwrites its tensors
         host = sample_inputs(rows, self._source)
         keys = [group.keys.numpy() for group in host.groups if group.keys is not None]
         keyless = host._replace(groups=tuple([group._replace(keys=None) for group in host.groups]))

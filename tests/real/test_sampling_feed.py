@@ -42,7 +42,7 @@ def line(seq_id: int, start: int, sampling: SamplingParams, **options: Any) -> S
 def flat(item: Any) -> Any:
     """As plain values, which can be compared."""
     if isinstance(item, torch.Tensor | np.ndarray):
-        return item.tolist()
+        return (item.cpu() if isinstance(item, torch.Tensor) else item).tolist()
     return tuple(flat(part) for part in item) if isinstance(item, tuple | list) else item
 
 
@@ -85,10 +85,17 @@ def test_while_a_batch_stays_only_its_keys_are_new(monkeypatch):
 
 
 def test_a_step_that_raises_leaves_nothing_behind():
-
     kept = SampleFeed(SOURCE, torch.device("cpu"))
     good, bad = [line(0, 5, RANDOM)], [line(0, 5, SamplingParams(logit_bias={VOCAB_SIZE: 1.0}))]
     kept.inputs(good)
     with pytest.raises(RequestError):
         kept.inputs(bad)
     assert flat(kept.inputs(good)) == flat(sample_inputs(good, SOURCE))
+
+
+def test_a_batch_that_returns_after_another_is_sent_again(gpu):
+    """The other one has overwritten its inputs on the device, also if it is not kept itself."""
+    kept = SampleFeed(SOURCE, torch.device("cuda", 0))
+    random, penalised = [line(0, 5, RANDOM)], [line(1, 5, SamplingParams(temperature=1.5, presence_penalty=1.0))]
+    for rows in (random, penalised, random):
+        assert flat(kept.inputs(rows)) == flat(sample_inputs(rows, SOURCE))

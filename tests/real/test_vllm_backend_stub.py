@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import fields
@@ -185,6 +186,29 @@ def test_a_pool_that_is_too_small_preempts(folder: Path, is_async: bool) -> None
     serve_on(start(folder, is_async=is_async), folder, source, is_async=is_async)
     assert source.num_preemptions > 0
     assert [len(source.outputs[f"r{i}"]) for i in range(6)] == [24] * 6
+
+
+def test_a_step_that_was_launched_early_is_timed_from_the_end_of_the_one_before_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, now_ns = start(folder, is_async=True), 0
+    take = backend._scheduler.update_from_output
+
+    def read_ns() -> int:
+        nonlocal now_ns
+        now_ns += 1
+        return now_ns
+
+    def computed(*given: Any) -> Any:
+        nonlocal now_ns
+        now_ns += 1_000
+        return take(*given)
+
+    monkeypatch.setattr(time, "perf_counter_ns", read_ns)
+    monkeypatch.setattr(backend._scheduler, "update_from_output", computed)
+    source = Aborting([Request("a", [1, 2, 3], sampling=limited(9))], [], ())
+    serve_on(backend, folder, source, is_async=True)
+    assert all(1_000 <= spans.forward_ns < 1_100 for spans in source.spans)
 
 
 def test_a_plan_is_launched_before_the_one_before_it_is_waited_for(folder: Path) -> None:

@@ -104,10 +104,11 @@ def test_the_token_that_ends_a_sequence_is_no_text_unless_that_is_wished() -> No
         assert text.num_tokens == 2
 
 
-def test_a_stop_string_of_single_bytes_is_found_with_its_last_byte() -> None:
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_a_stop_string_of_single_bytes_is_found_with_its_last_byte(min_tokens: int) -> None:
     tokenizer = byte_fallback()
     byte = tokenizer.inner.get_vocab()
-    text = SequenceText(tokenizer.detokenizer(), SamplingParams(stop="。"), ())
+    text = SequenceText(tokenizer.detokenizer(), SamplingParams(stop="。", min_tokens=min_tokens), ())
     for token in (byte["a"], byte["<0xE3>"], byte["<0x80>"]):
         text.push(token)
         assert text.stop is None

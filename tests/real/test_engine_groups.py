@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from real.backend import RealBackend
-from real.sampling.beams import BeamInputs, Candidates, advance, best_continuations
+from real.sampling.beams import BeamInputs, Candidates, advance, beam_inputs, best_continuations
 from testbed.core.request import SamplingParams
 from tests.real.engine_helpers import TOLERANCE, checkpoint, plan_of, tiny_backend, tiny_spec
 from tests.real.group_core import Group, HandCore
@@ -275,6 +275,8 @@ def test_candidates_that_others_ask_for_change_nothing_among_equals():
     order = logits.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(many.token_ids, order.indices[:, :300])
     torch.testing.assert_close(many.log_probs, logits.log_softmax(-1).gather(-1, many.token_ids))
+    asking = [beam_row(0, 0, [1, 2], search(3, logprobs=num)) for num in (2, 9)]
+    assert [beam_inputs([each]).num_candidates for each in asking] == [4, 9]
     row = beam_row(0, 0, [1, 2], search(3, logprobs=2), num_samples=3)
     near = Candidates(torch.tensor([[-1.0, -1.0, -1.0, -2.0, -2.0]]), torch.tensor([[9, 8, 7, 6, 5]]))
     less = Candidates(near.log_probs[:, :4], near.token_ids[:, :4])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare, kstest
 
 from real.sampling.inputs import Source, sample_inputs
-from real.sampling.noise import SEEDED, UNSEEDED, draw_keys, log_exponential, mix, signed, streams_of
+from real.sampling.noise import GOLDEN, MASK, SEEDED, UNSEEDED, draw_keys, log_exponential, mix, signed, streams_of
 from real.sampling.sampler import choose
 from testbed.core.request import SamplingParams
 from tests.real.engine_helpers import drawn_by_row, row
@@ -31,6 +33,16 @@ def test_the_noise_is_exponential_over_a_large_vocabulary():
     for values in noise:
         assert kstest(values.numpy(), "expon").pvalue > 1e-3
     assert abs(torch.corrcoef(noise)[0, 1]) < 0.02
+
+
+def test_the_noise_is_a_hash_of_key_and_token():
+    keys, vocab_size = [mix(1, 2, 3), 0, MASK], 50
+    noise = log_exponential(torch.tensor([signed(key) for key in keys]), vocab_size)
+    for key, found in zip(keys, noise.tolist(), strict=True):
+        for token, value in enumerate(found):
+            state = mix((key + token * GOLDEN) & MASK)  # splitmix64 from the key on: its output number token + 1
+            uniform = ((state >> 24) + 1) / 2**40
+            assert value == pytest.approx(math.log(-math.log1p(-uniform)), abs=1e-4)
 
 
 def test_draws_of_different_requests_and_neighbouring_seeds_are_independent():

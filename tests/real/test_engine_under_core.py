@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from real.backend import RealBackend
+from testbed.core.plan import PLACEHOLDER
 from testbed.core.request import Request, SamplingParams
-from tests.real.engine_helpers import tiny_backend
+from tests.real.engine_helpers import plan_of, row, tiny_backend
 from tests.real.served import Requests, TickingClock, served
 from tests.testbed.core_kit import make_limits
 
@@ -92,6 +93,16 @@ def test_stops_penalties_and_samples_come_out_the_same_with_a_plan_ahead(num_blo
     outputs = [serve_on_engine(requests, "unified", num_blocks, True, plans).outputs for plans in (1, 2)]
     assert outputs[0] == outputs[1]
     assert any(len(output) < 14 for output in outputs[0].values())
+
+
+def test_a_token_in_flight_is_found_behind_a_row_that_samples_none():
+    ahead, alone = tiny_backend(), tiny_backend()
+    chunk, prompt = row(0, [1, 2, 3, 4, 5], [0], end=4, samples=False), row(1, [6, 7, 8], [1])
+    steps = [ahead.start(plan_of(chunk, prompt)), ahead.start(plan_of(row(1, [6, 7, 8, PLACEHOLDER], [1], start=3)))]
+    first, second = (step.wait().outcomes[0].tokens[0] for step in steps)
+    assert alone.start(plan_of(prompt)).wait().outcomes[0].tokens == (first,)
+    again = row(1, [6, 7, 8, first], [1], start=3)
+    assert alone.start(plan_of(again)).wait().outcomes[0].tokens == (second,)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 
 from real.clocks import RealTimeClock, SkippingClock, make_clock
 from real.config import RealConfig
-from real.driver import Computed, run
+from real.driver import Computed, StepLog, run
 from real.late_records import LateRecords
 from testbed.core.commands import Execute, Recorder, Resume, WaitUntil
 from testbed.core.outcome import Outcome, Spans, StepResult
@@ -37,13 +37,14 @@ class FakeClock:
 
 
 class FakeBackend:
-    """Each step takes `step_ns` of the fake clock."""
+    """Each step takes `step_ns` of the fake clock, and its launch `launch_ns`."""
 
-    def __init__(self, clock: FakeClock, step_ns: int) -> None:
-        self.clock, self.step_ns = clock, step_ns
+    def __init__(self, clock: FakeClock, step_ns: int, launch_ns: int = 0) -> None:
+        self.clock, self.step_ns, self.launch_ns = clock, step_ns, launch_ns
 
     def start(self, plan):
         assert plan is PLAN
+        self.clock.time += self.launch_ns
         return self
 
     def wait(self):
@@ -51,7 +52,9 @@ class FakeBackend:
         return Computed((Outcome(1, (5,)),), Spans(prepare_ns=1, forward_ns=2))
 
 
-def drive(commands: list, step_ns: int = 10, schedule_ns: int = 0) -> tuple[list[Resume], FakeClock]:
+def drive(
+    commands: list, step_ns: int = 10, schedule_ns: int = 0, launch_ns: int = 0, log: StepLog | None = None
+) -> tuple[list[Resume], FakeClock]:
     clock = FakeClock()
     answers: list[Resume] = []
 
@@ -60,7 +63,7 @@ def drive(commands: list, step_ns: int = 10, schedule_ns: int = 0) -> tuple[list
             answers.append((yield command))
             clock.time += schedule_ns
 
-    run(loop(), FakeBackend(clock, step_ns), clock)
+    run(loop(), FakeBackend(clock, step_ns, launch_ns), clock, log)
     assert len(answers) == len(commands)
     return answers, clock
 
@@ -87,6 +90,25 @@ def test_time_inside_the_loop_is_the_step_s_schedule_time():
 def test_every_step_lasts_at_least_a_nanosecond():
     answers, _ = drive([Execute(PLAN), Execute(PLAN), WaitUntil(1), Execute(PLAN)], step_ns=0)
     assert [answer.now_ns for answer in answers] == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("launch_ns", "instants", "logged"),
+    [
+        (3, [100, 103, 116, 126, 500, 513], [(2, 16), (2, 10), (2, 13)]),
+        (0, [100, 101, 110, 120, 500, 510], [(0, 10)] * 3),  # shorter than preparing, as another process measures it
+    ],
+)
+def test_a_step_planned_ahead_is_as_long_as_it_ends_after_the_one_before_it(launch_ns, instants, logged):
+    class Log:
+        def stepped(self, launch_ns, length_ns, spans):
+            found.append((launch_ns, length_ns))
+
+    found = []
+    commands = [WaitUntil(100), Execute(PLAN, True), Execute(PLAN), Execute(None), WaitUntil(500), Execute(PLAN)]
+    answers, _ = drive(commands, launch_ns=launch_ns, log=Log())
+    assert [answer.now_ns for answer in answers] == instants
+    assert found == logged
 
 
 def test_waiting_for_a_wake_is_a_livelock():

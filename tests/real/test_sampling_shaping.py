@@ -170,6 +170,17 @@ def test_a_draw_depends_on_nothing_else_in_the_batch(batch, random, max_elements
         host_inputs.MAX_NOISE_ELEMENTS = whole
 
 
+@pytest.mark.parametrize("kind", [{"logit_bias": {3: 1.0}}, {"presence_penalty": 1.0}])
+def test_draws_for_which_logits_are_copied_are_made_a_few_at_a_time(monkeypatch, kind):
+    rows = [row_of(i, [1], [2], SamplingParams(temperature=1.0, seed=i, **kind)) for i in range(5)]
+    logits = torch.linspace(1.0, -1.0, VOCAB_SIZE).repeat(5, 1)
+    at_once = choose(logits, sample_inputs(rows, Source(VOCAB_SIZE))).tolist()
+    monkeypatch.setattr(host_inputs, "MAX_NOISE_ELEMENTS", 2 * VOCAB_SIZE)
+    inputs = sample_inputs(rows, Source(VOCAB_SIZE))
+    assert [len(group.rows) for group in inputs.groups] == [2, 2, 1]
+    assert choose(logits, inputs).tolist() == at_once
+
+
 def test_the_nucleus_is_of_what_a_rows_own_top_k_has_left():
     """Rows of several top_k share one ranking, as long as the longest."""
     params = [SamplingParams(temperature=1.0, top_k=top_k, top_p=0.7, seed=1) for top_k in (2, 4, 16)]
@@ -183,7 +194,7 @@ def test_the_nucleus_is_of_what_a_rows_own_top_k_has_left():
 
 
 def test_forbidden_tokens_are_never_drawn_and_min_tokens_ends():
-    sampling = SamplingParams(temperature=5.0, min_tokens=3, stop_token_ids=(1, 2), seed=1)
+    sampling = SamplingParams(temperature=5.0, min_tokens=3, stop_token_ids=(1, 2, VOCAB_SIZE), seed=1)
     logits = torch.zeros(200, VOCAB_SIZE)
     for num_output in range(5):
         rows = [row_of(i, [9] * (1 + i), [8] * num_output, sampling) for i in range(200)]

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from real.vllm import check_version
+from testbed.core.commands import Recorder, StepView
 from testbed.core.limits import Limits
+from testbed.core.outcome import Outcome, Spans
+from testbed.core.request import Request, SamplingParams
 from testbed.errors import ConfigError
 from tests.properties.setups import Setup
 from tests.real import vllm_stub_types as vllm
@@ -356,3 +359,26 @@ def test_while_new_requests_are_paused_those_that_are_there_end_and_others_are_k
     assert served.run() == {"a": "length", "b": "length"}
     check_tokens(later)
     assert served.num_hit_tokens == 0
+
+
+def test_steps_are_timed_by_the_clock_of_the_loop() -> None:
+    from real.vllm.own_loop import OwnLoop
+
+    class Steps(Recorder):
+        def committed(self, step: StepView) -> None:
+            steps.append((step.plan_ns, step.end_ns, step.result.spans))
+
+    def made(name: str, prompt: list[int], arrival_ns: int) -> Request:
+        return Request(name, prompt, arrival_ns=arrival_ns, sampling=SamplingParams(max_tokens=1))
+
+    steps: list[tuple[int, int, Spans]] = []
+    now_ns = 50
+    core = Setup(num_cpu_blocks=0, preemption="recompute").scheduler()
+    loop = OwnLoop(core, Steps(), made, read_ns=lambda: now_ns)
+    now_ns = 150
+    loop.added("a", [1, 2, 3])
+    now_ns = 250
+    (row,) = loop.next_plan().scheduled
+    now_ns = 750
+    loop.took((Outcome(row.seq_id, (5,)),))
+    assert steps == [(200, 700, Spans(schedule_ns=1, forward_ns=499))]

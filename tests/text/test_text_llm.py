@@ -207,8 +207,8 @@ def test_a_stop_token_ends_the_text_before_it(llm: LLM) -> None:
     (free,) = llm.generate(PROMPTS[0], greedy(12))
     ids = free.outputs[0].token_ids
     stop = next(token for number, token in enumerate(ids) if number > 2 and token not in ids[:number])
-    for included in (False, True):
-        sampling = greedy(12, stop_token_ids=[stop], include_stop_str_in_output=included)
+    for included, more in ((False, {}), (True, {}), (False, {"stop": "never in it"})):
+        sampling = greedy(12, stop_token_ids=[stop], include_stop_str_in_output=included, **more)
         (one,) = llm.generate(PROMPTS[0], sampling)[0].outputs
         end = ids.index(stop) + 1
         assert (one.finish_reason, one.stop_reason, one.token_ids) == ("stop", stop, ids[:end])
@@ -248,14 +248,15 @@ def test_the_best_of_several_are_returned_best_first(llm: LLM) -> None:
     assert whole.outputs[0].cumulative_logprob is not None
 
 
-def test_beams_come_best_first(llm: LLM) -> None:
-    (output,) = llm.generate(PROMPTS[0], greedy(5, beam_width=3, n=2))
+@pytest.mark.parametrize("num", [2, 3])
+def test_beams_come_best_first(llm: LLM, num: int) -> None:
+    (output,) = llm.generate(PROMPTS[0], greedy(5, beam_width=3, n=num))
     scores = [one.cumulative_logprob / len(one.token_ids) for one in output.outputs]
-    assert len(scores) == 2
-    assert scores[0] >= scores[1]
+    assert len(scores) == num
+    assert scores == sorted(scores, reverse=True)
     (found,) = llm.generate(PROMPTS[0], greedy(5, logprobs=0))
     assert output.outputs[0].cumulative_logprob >= found.outputs[0].cumulative_logprob - 1e-4
-    streamed = joined(list(llm.stream(PROMPTS[0], greedy(5, beam_width=3, n=2))))
+    streamed = joined(list(llm.stream(PROMPTS[0], greedy(5, beam_width=3, n=num))))
     assert [streamed[0, one.index][0] for one in output.outputs] == [one.text for one in output.outputs]
 
 

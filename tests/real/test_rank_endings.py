@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from real.parallel import backend as parallel
-from real.parallel import distributed
+from real.parallel import distributed, processes
 from real.parallel.backend import Ending
 from tests.real.processes import assert_gone, ranks_of
 from tests.real.test_tensor_parallel import PLAN, ranked
@@ -64,6 +64,21 @@ class Machine:
         if has_group:
             made.group, made.stream = self, self
         return made
+
+
+def test_a_rank_that_cannot_be_started_ends_those_that_were(monkeypatch):
+    started, spawn = [], processes.spawn
+
+    def spawn_one(timeout_s):
+        if started:
+            raise OSError("no process is left")
+        started.append(spawn(timeout_s))
+        return started[0]
+
+    monkeypatch.setattr(processes, "spawn", spawn_one)
+    with pytest.raises(OSError, match="no process is left"):
+        processes.Ranks([None, None], 1.0)
+    assert started[0][0].poll() is not None
 
 
 def test_between_steps_the_graphs_go_first():
@@ -127,12 +142,12 @@ def test_the_environment_is_as_it_was_after_a_group_was_made(monkeypatch, before
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_are_closed_in_the_middle_of_a_step_that_waits_for_a_rank():
     backend = ranked(device="cuda")
-    processes = ranks_of(os.getpid())
+    ranks = ranks_of(os.getpid())
     backend.start(PLAN).wait()
-    for process in processes:
-        os.kill(process, signal.SIGSTOP)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
     backend.start(PLAN)
     began = time.monotonic()
     backend.close()
     assert time.monotonic() - began < 30.0  # of 60, after which NCCL itself would give up
-    assert_gone(processes)
+    assert_gone(ranks)

@@ -169,6 +169,12 @@ def test_what_can_never_be_served_is_refused_before_anything_runs(
     assert_idle(llm)
 
 
+def test_more_samples_than_a_step_has_tokens_are_refused(folder: Path) -> None:
+    narrow = LLM(folder, **(ROOMY | {"max_num_batched_tokens": 4, "max_num_seqs": 8}))
+    with pytest.raises(RequestError, match=r"asks for 5 sequences, .* max_num_batched_tokens 4; lower n"):
+        narrow.generate("a", greedy(n=5, temperature=1.0))
+
+
 def test_a_prompt_that_no_pool_could_hold_is_refused(folder: Path) -> None:
     small = LLM(folder, **(ROOMY | {"num_gpu_blocks": 8}))
     with pytest.raises(RequestError, match=r"prompt 1 can never fit: .* raise num_gpu_blocks"):

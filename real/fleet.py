@@ -101,5 +101,5 @@ class Fleet:
         assert next_ns is not None, "a fleet without work in flight rests until something is due"
         self._clock.wait_until(min(next_ns, self._clock.now_ns() + round(SLEEP_SLICE_S * 1e9)))
         for drive, scheduler in zip(self._drives, self._schedulers, strict=True):
-            if drive.is_waiting and not scheduler.has_work:
+            if drive.is_waiting and not scheduler.has_work:  # a loop that wakes sees that Ctrl-C was pressed
                 drive.wake(self._clock.now_ns())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.runs.interrupt import interruptible
 from real.driver import Computed
 from real.fleet import Fleet
 from real.late_records import LateRecords
@@ -204,6 +206,22 @@ def test_work_that_nothing_will_move_is_a_livelock(readable: int) -> None:
     engines = [Engine(clock, 10_000, readable) for _ in range(2)]
     with pytest.raises(LivelockError, match=r"1 left: r1 \(waiting\)"):
         go(RoundRobin(), Sessions(ones, [], {}), engines, clock, [make_scheduler(), make_scheduler(Lazy())])
+
+
+def test_ctrl_c_ends_a_fleet_that_rests_long_before_the_next_request(readable: int) -> None:
+    class Pressed(Clock):
+        def wait_until(self, until_ns: int) -> None:
+            signal.raise_signal(signal.SIGINT)
+            super().wait_until(until_ns)
+
+    clock = Pressed()
+    inbox = Sessions([Request("r", (1, 2), arrival_ns=10**15, forced_output=(3,))], [], {})
+    fleet = Fleet(inbox, RoundRobin(), [Engine(clock, 1_000, readable) for _ in range(2)], clock, HostTimes())
+    schedulers = [make_scheduler() for _ in range(2)]
+    loops = [serve(one, scheduler, Log()) for one, scheduler in zip(fleet.inboxes, schedulers, strict=True)]
+    with pytest.raises(KeyboardInterrupt), interruptible(loops) as watched:
+        fleet.run(watched, schedulers)
+    assert clock.ns < 10**9
 
 
 def test_a_replica_s_step_is_recorded_while_its_next_one_runs(readable: int) -> None:

@@ -169,8 +169,9 @@ def _check(item: Override, keys: Keys) -> None:
         raise ConfigError(f"{item.input_line}: a run has its {key}; choose another without the +")
     group, _, name = key.partition(".")
     for value in _values(item, keys.library) if group in GROUPS and sets_keys else ():
-        if name == "name" and value in keys.library.names(group) and [value] != keys.options[group]:
-            raise ConfigError(f"{key}={value} would only rename what is chosen; choose it as {group}={value}")
+        named = value if name == "name" else value.get("name") if not name and isinstance(value, dict) else None
+        if named in keys.library.names(group) and [named] != keys.options[group]:
+            raise ConfigError(f"{group}.name={named} would only rename what is chosen; choose it as {group}={named}")
         is_added = item.is_add() or item.is_force_add()
         if (name == "_target_" and not is_added) or (not name and isinstance(value, dict) and "_target_" in value):
             raise ConfigError(whole_class(group))

@@ -342,12 +342,14 @@ def test_a_setting_that_is_gone_says_why_it_is_not_needed(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_name_is_no_way_to_choose() -> None:
+@pytest.mark.parametrize("given", ["scheduler.name=sarathi", "scheduler={name: sarathi, max_num_seqs: 4}"])
+def test_a_name_is_no_way_to_choose(given: str) -> None:
     """Runs of one scheduler under two names would be compared as two."""
     renamed = "scheduler.name=sarathi would only rename what is chosen; choose it as scheduler=sarathi"
     with pytest.raises(ConfigError) as caught:
-        compose_config(["scheduler.name=sarathi"])
+        compose_config([given])
     assert str(caught.value) == renamed
+    assert compose_config(["scheduler={name: vllm_v1, max_num_seqs: 4}"]).scheduler.max_num_seqs == 4
     assert compose_config(["scheduler=sarathi", "scheduler.name=sarathi"]).scheduler.name == "sarathi"
     assert compose_config(["scheduler=sarathi", "scheduler.name=mine"]).scheduler.name == "mine"
 

@@ -232,5 +232,6 @@ def _simulation(overrides: list[str], measurement: Measurement, fitted: list[str
     fixed = [f"device={manifest.device}", *dtype, *fitted, f"cache.num_gpu_blocks={measurement.num_gpu_blocks}"]
     made = dict.fromkeys(fixed)
     keys = {item.partition("=")[0] for item in made}
-    kept = [item for item in overrides if not item.startswith("backend") and item.partition("=")[0] not in keys]
+    given = {item: item.lstrip("+").partition("=")[0] for item in overrides}
+    kept = [item for item, key in given.items() if not key.startswith("backend") and key not in keys]
     return ["testbed", "run", *kept, *made]

@@ -70,7 +70,8 @@ def test_the_simulation_of_an_engine_of_another_dtype_names_it_unless_files_give
     manifest = SimpleNamespace(device="cpu", dtype="bfloat16", model={"dtype": "float32"})
     measured = SimpleNamespace(profile=SimpleNamespace(manifest=manifest), num_gpu_blocks=64)
     for model, dtype in (("model=tiny", ["model.dtype=bfloat16"]), (f"model.path={tmp_path}", [])):
-        words = command_line._simulation([model, "backend.dtype=bfloat16"], measured, [])
+        given = [model, "backend.dtype=bfloat16", "++backend.num_threads=1", "++cache.num_gpu_blocks=9"]
+        words = command_line._simulation(given, measured, [])
         assert words == ["testbed", "run", model, "device=cpu", *dtype, "cache.num_gpu_blocks=64"]
 
 

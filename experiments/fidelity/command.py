@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 from collections import Counter
 from contextlib import nullcontext
@@ -31,7 +32,7 @@ from experiments.fidelity.outputs import (
     renewed,
     write_page,
 )
-from experiments.fidelity.simulating import check_overrides, variant
+from experiments.fidelity.simulating import by_key, check_overrides, variant
 from experiments.fidelity.study import WHOLE, StudyRun
 from experiments.fidelity.study_report import beside, check_study, page_lines, scores, simulate_study, study_lines
 from experiments.runs.run_folder import refuse_existing, write_json
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
     options.arguments = arguments
     options.command = shlex.join(["testbed", "fidelity", *arguments])
     inputs = [Path(item) for item in options.inputs if "=" not in item or Path(item).exists()]
-    overrides = [item for item in options.inputs if "=" in item and not Path(item).exists()]
+    overrides = by_key([item for item in options.inputs if "=" in item and not Path(item).exists()])
     refuse_repeated(overrides)
     _check(options, inputs, overrides)
     folders = [path for path in inputs if path.is_dir()]
@@ -152,8 +153,8 @@ def _folder_loads(folders: list[Path], overrides: list[str], runs: Path, format_
             paths.add(run.path.resolve())
             inside = relative(run.path, folder)
             name = folder.resolve().name + ("" if inside == "." else "-" + inside.replace("/", "-"))
-            number = sum(place.partition("~")[0] == name for place in found)
-            found[f"{name}~{number + 1}" if number else name] = run
+            numbered = (f"{name}~{number}" for number in itertools.count(2))
+            found[next(place for place in itertools.chain([name], numbered) if place not in found)] = run
     points = {place: run for place, run in found.items() if run.manifest.get("swept")}
     labels = labels_of(
         [(run.flat_config, Path(place)) for place, run in points.items()], swept_keys(list(points.values()))

@@ -8,9 +8,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from analysis.load import Run, load_run
-from experiments.configuration.compose import compose_config
+from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import GROUPS, RunConfig
-from experiments.configuration.grammar import literal
+from experiments.configuration.grammar import literal, parsed
+from experiments.configuration.overrides import is_value
 from experiments.runs.origin import UNKNOWN, Origin
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.wiring.costs import fit_file
@@ -35,7 +36,17 @@ def variant(words: str) -> list[str]:
     if not overrides:
         raise ConfigError(f"--beside {words!r} has no override; expected one or more, as --beside cost=tables")
     check_overrides(overrides)
-    return overrides
+    return by_key(overrides)
+
+
+def by_key(overrides: Sequence[str]) -> list[str]:
+    """The overrides, one for each key: `cache={block_size: 32}` as `cache.block_size=32`."""
+    found: list[str] = []
+    for item in overrides:
+        group = item.partition("=")[0]
+        value = parsed(item).value() if group in GROUPS and is_value(item) else None
+        found += to_overrides({group: value}) if isinstance(value, dict) else [item]
+    return found
 
 
 def check_overrides(overrides: Sequence[str]) -> None:

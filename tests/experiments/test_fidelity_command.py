@@ -113,6 +113,14 @@ def test_another_scheduler_than_the_run_s_is_said(base, tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
+@pytest.mark.parametrize("given", ["scheduler={max_num_seqs: 4}", "scheduler={name: sarathi, max_num_seqs: 4}"])
+def test_keys_given_whole_win_over_the_run_s_limits(given, base, tmp_path):
+    (load,) = compared(tmp_path, base.path, given)["loads"]
+    assert f"scheduler={'sarathi' if 'sarathi' in given else 'vllm_v1'} " in load["used"]
+    assert " scheduler.max_num_seqs=4 " in load["used"]
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_repeats_say_how_much_the_engine_varies_and_policies_are_ranked(base, tmp_path, capsys):
     runs = tmp_path / "runs"
     repeat = ran(runs / "again", overhead_ns=GIVEN_NS)
@@ -156,6 +164,12 @@ def test_a_run_counts_once_and_a_simulated_one_repeats_no_measured_one(base, tmp
     assert not any(load["repeats"] or load["noise"] for load in loads.values())
     assert "was simulated itself" in loads["both-sim"]["notes"][0]
     assert "spread %" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_folders_of_one_name_are_all_compared(base, tmp_path):
+    (load,) = compared(tmp_path, *(copied(base, tmp_path / there / "run~1") for there in "abc"))["loads"]
+    assert (load["name"], load["repeats"]) == ("run~1", ["run~1~2", "run~1~3"])
 
 
 @pytest.mark.usefixtures("unrendered")

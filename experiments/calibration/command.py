@@ -111,7 +111,6 @@ def _all(options: argparse.Namespace, command: str) -> int:
     for item in options.overrides:
         if "=" not in item:
             raise ConfigError(f"`testbed calibrate {item}`: expected key=value pairs, or one of {', '.join(_COMMANDS)}")
-    refuse_repeated(options.overrides)
     extent = _extent(options)
     folder: Path = options.out or _default_folder(options.overrides)
     if folder.is_file():
@@ -160,6 +159,7 @@ def _extent(options: argparse.Namespace) -> Extent:
 def _measure(options: argparse.Namespace, command: str, extent: Extent, folder: Path) -> Measurement:
     """Measures a profile. folder: where it will be written. Raises ConfigError if there is no real engine to measure,
     or no step was measured."""
+    refuse_repeated(options.overrides)
     config = compose_config(["backend=real", *options.overrides])
     if not config.is_real:
         raise ConfigError("only the real engine can be profiled: leave backend out, or set backend=real")

@@ -110,10 +110,10 @@ def _choices(overrides: Sequence[str], library: Library) -> dict[str, list[str]]
             raise ConfigError(f"{item!r}: expected key=value pairs, as of `testbed run`")
     choices = {}
     for override in map(parsed, overrides):
-        key = override.get_key_element()
-        if key.lstrip("+~").startswith("hydra") and key != "hydra.searchpath":
+        key = override.get_key_element().lstrip("+")
+        if key.lstrip("~").startswith("hydra") and key != "hydra.searchpath":
             raise ConfigError(f"{override.input_line!r}: its folder (--out) says where it goes; leave it out")
-        if key.lstrip("+~") == "overwrite":
+        if key.lstrip("~") == "overwrite":
             raise ConfigError(f"{override.input_line!r}: a search goes on in its folder; leave it out")
         choices[key] = swept_values(override, library)
     return choices

@@ -53,8 +53,8 @@ def main(arguments: list[str]) -> int:
             *options.overrides, folder=folder, tolerance=options.tolerance, jobs=options.jobs, whole=options.whole
         )
     except KeyboardInterrupt:
-        words = [word for word in arguments if word != str(options.out) and not word.startswith("--out")]
-        again = shlex.join(["testbed", "capacity", *words, "--out", str(folder)])
+        into = [] if options.out else ["--out", str(folder)]
+        again = shlex.join(["testbed", "capacity", *arguments, *into])
         raise KeyboardInterrupt(f"interrupted; the points that were done are kept, go on with: {again}") from None
     said = [f"note: {sentence}" for one in found.found for sentence in warnings(one)]
     if len(found.seeds) == 1:

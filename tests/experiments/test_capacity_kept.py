@@ -42,7 +42,7 @@ def test_the_same_command_goes_on_and_comes_to_the_same(
     tmp_path: Path, searched: Capacity, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(searched.folder, tmp_path / "a")
-    command = ("capacity", *TWO, "--tolerance", str(COARSE), "--out", str(tmp_path / "a"))
+    command = ("capacity", *TWO, "--tolerance", str(COARSE), "--out", f"{tmp_path}/a/")
     said = say(*command).success()
     before, points = files_of(tmp_path / "a"), sorted((tmp_path / "a" / "points").iterdir())
     simulated = []
@@ -123,10 +123,11 @@ def test_an_interrupt_keeps_what_was_done(
         run_point(*given)
 
     monkeypatch.setattr(study, "run_point", interrupted)
-    command = ("capacity", *TWO, "--tolerance", str(COARSE), "--out", str(tmp_path / "a"))
+    command = ("capacity", *TWO, "--tolerance", str(COARSE), "--out", f"{tmp_path}/a/")
     said = say(*command)
     assert said.status == 130
     assert "go on with: testbed capacity" in said.error()
+    assert said.error().endswith(f"seed=0,1 {' '.join(command[-4:])}")
     assert len(list((tmp_path / "a" / "points").iterdir())) == 7
     num[0] = 7
     with pytest.raises(KeyboardInterrupt, match=f"points that were done are kept in {tmp_path / 'a'}: the same search"):

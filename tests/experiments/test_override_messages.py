@@ -224,8 +224,10 @@ def test_what_hydra_does_not_say_well_is_said_before_it_composes(
             "experiment is given 2 times, and only the last would count; lay several over one another as "
             "experiment=[watermark,demo]",
         ),
+        (["capacity", "++trace.rate=1,2"], "trace.rate has several values; it is what is searched: give one, to "),
         (["capacity", "seed=0,1", "seed=2"], "seed is given 2 times, and only the last would count; give it once"),
         (["trace", "freeze", "a.parquet", "trace.rate=1", "rate=2"], "trace.rate is given 2 times, and only the last "),
+        (["calibrate", "profile", "--out=a.parquet", "seed=1", "+seed=2"], "seed is given 2 times, and only the last "),
         (["calibrate", "seed=1", "seed=2"], "seed is given 2 times, and only the last would count; give it once"),
         (["fidelity", "a", "seed=1", "seed=2"], "seed is given 2 times, and only the last would count; give it once"),
     ],

@@ -41,6 +41,8 @@ def test_shift_window_and_limit():
     assert transforms.limit(plain(0, 1), 5).notes == ()
     long = StreamedTrace("long", lambda: iter(plain(0, 1)))
     assert transforms.limit(long, 1).notes == ("the first 1 request",)
+    known = StreamedTrace("known", lambda: iter(plain(0, 1)), num_requests=2)
+    assert [transforms.limit(one, 1).num_requests for one in (long, known)] == [None, 1]
 
 
 def test_a_cut_session_keeps_its_closed_turns_together(chat):
@@ -52,6 +54,13 @@ def test_a_cut_session_keeps_its_closed_turns_together(chat):
 def test_spread_is_even():
     assert instants(transforms.spread(plain(0, 0, 0, 3, 3))) == [0, 1, 2, 3, 4.5]
     assert instants(transforms.spread(plain(1, 1))) == [1, 1]
+    late = transforms.spread(plain(1, 1, 3, 3))
+    assert instants(late) == [1, 2, 3, 4]
+    assert late.notes == ("2 of 4 arrivals, batched in the file, were spread up to the next",)
+
+
+def test_a_rate_is_that_between_the_first_and_the_last_arrival():
+    assert instants(transforms.set_rate(plain(10, 11, 12), 2, "warp")) == [5, 5.5, 6]
 
 
 def test_clipping_cuts_the_ends(chat):
@@ -80,6 +89,24 @@ def test_a_filter_ends_a_session_where_it_refuses_a_turn(chat):
     assert {row.turn for row in kept} == {0}
 
 
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        ({"min_prompt_tokens": 20}, "bc"), ({"max_prompt_tokens": 20}, "ab"), ({"min_output_tokens": 15}, "c"),
+        ({"max_output_tokens": 5}, "a"), ({"tenant": "x"}, "ac"), ({"min_prompt_tokens": 20, "tenant": "x"}, "c"),
+        ({"max_turn": 0}, "abc"),
+    ],
+)  # fmt: skip
+def test_a_filter_keeps_what_is_within_all_bounds(bounds, kept):
+    sizes = {"a": (10, 5, "x"), "b": (20, None, None), "c": (30, 15, "x")}  # prompt, output, tenant
+    rows = [
+        TraceRequest(name, 0, (Span(1, 0, prompt),), None if output is None else Span(2, 0, output), tenant=tenant)
+        for name, (prompt, output, tenant) in sizes.items()
+    ]
+    found = transforms.keep_within(arrange("rows", rows), **bounds)
+    assert "".join(row.request_id for row in found) == kept
+
+
 def test_a_repeated_trace_is_repeated_with_new_ids_and_contents():
     again = transforms.repeat(transforms.repeat(plain(0, 1), 2), 2)
     assert [row.request_id for row in again] == ["r0", "r1", "r0#1", "r1#1", "r0##1", "r1##1", "r0#1##1", "r1#1##1"]
@@ -106,7 +133,9 @@ def test_repeats_have_contents_of_their_own_unless_asked(chat):
 
 def test_merged_traces_keep_apart_what_has_the_same_name():
     one, two = plain(0, 2), plain(1, 2)
-    merged = whole(transforms.merge({"a": one, "b": two}))
+    stream = transforms.merge({"a": one, "b": two})
+    assert stream.num_requests == 4
+    merged = whole(stream)
     assert [row.request_id for row in merged] == ["a/r0", "b/r0", "a/r1", "b/r1"]
     assert [row.tenant for row in merged] == ["a", "b", "a", "b"]
     assert merged.rows[0].prompt != merged.rows[1].prompt

@@ -230,6 +230,7 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
     chats = [
         {"id": "a", "conversations": said("a bb", "ccc", "dddd", "eeeee")},
         {"id": "b", "conversations": said("only a question")},
+        {"id": "no tokens", "conversations": said(" ", "yy")},
         {"id": "c", "conversations": [{"from": "system", "value": "s"}, *said("x", "yy")]},
     ]
     file = write(tmp_path, "s.json", json.dumps(chats, indent=1))
@@ -238,7 +239,8 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
     assert prompts == [[1, 2], [1, 2, 3, 4]]
     assert [row.think_ns for row in trace if row.session_id == "sharegpt-0"] == [None, 0]
     assert len(trace) == 3
-    assert trace.notes == ("1 conversation without a question and its answer left out",)
+    assert trace.notes == ("2 conversations without a question and its answer left out",)
+    assert tuple(open_trace("sharegpt", file, 2, stream=True, tokenizer=words)) == trace.rows
     assert len(read_trace("sharegpt", file, tokenizer=words, max_turns=1)) == 2
     stream = open_trace("sharegpt", file, stream=True, tokenizer=words)
     assert isinstance(stream, StreamedTrace)

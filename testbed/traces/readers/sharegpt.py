@@ -49,10 +49,10 @@ def stream_sharegpt(
                 break
             place = f"{path}:conversation {position + 1}"
             refuse_half_characters(chat, place)
-            turns = _turns(chat, place)[:max_turns]
+            made = _rows(position, _turns(chat, place)[:max_turns], tokenizer, place)
             num_read += 1
-            num_skipped += not turns
-            yield from _rows(position, turns, tokenizer, place)
+            num_skipped += not made
+            yield from made
 
     def counted() -> list[str]:
         return (

@@ -49,16 +49,16 @@ def check_trace(config: RunConfig) -> None:
         return
     if isinstance(settings, SyntheticTraceConfig):
         _generator(config)
-        named = [settings.lengths_from]
+        named = [(settings.lengths_from, settings.lengths_format)]
     else:
-        named = [_file(settings)]
+        named = [(_file(settings), settings.name)]
         if _draws_arrivals(settings):
             freeze(ArrivalConfig, "trace", config.raw["trace"])
     if isinstance(settings, ShareGPTTraceConfig) and settings.tokenizer and not Path(settings.tokenizer).exists():
         load_tokenizer(settings.tokenizer)  # a Hugging Face name: only its loader knows whether it is cached here
-    named += [step["path"] for step in settings.transforms if step["name"] == "merge"]
-    for path in named:
-        if path is not None and not (settings.name in _OF_FOLDERS and Path(path).is_dir()):
+    named += [(step["path"], step.get("format")) for step in settings.transforms if step["name"] == "merge"]
+    for path, form in named:
+        if path is not None and not (form in _OF_FOLDERS and Path(path).is_dir()):
             existing_file(path)
 
 

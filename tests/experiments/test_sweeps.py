@@ -334,6 +334,11 @@ def test_files_of_traces_are_looked_for_before_any_point_runs(tmp_path: Path, sa
     assert "missing.jsonl: does not exist" in error
     assert "(2 of 3 points are refused, and none was run)" in error
     assert "trace=jsonl needs trace.path=<file>" in say(*of_file, "trace.path=null", "seed=0,1").error()
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "a.json").write_text('{"id": "a", "requests": [{"t": 0, "in": 9, "out": 4, "hash_ids":[]}]}')
+    merge = f"trace.transforms=[{{name: merge, path: {tmp_path / 'agents'}, format: agentic}}]"
+    merged = say(*of_file, files.partition(",")[0], merge, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'merged'}")
+    assert merged.status == 0, merged.err
     (tmp_path / "talks.json").write_text("[]")
     talks = ("trace=sharegpt", f"trace.path={tmp_path / 'talks.json'}", f"trace.tokenizer={tmp_path / 'none'}")
     assert "trace.tokenizer" in (error := say(*of_file, *talks, "seed=0,1").error())

@@ -13,7 +13,7 @@ import pytest
 from experiments.fidelity.outputs import BEGIN, END
 from experiments.fidelity.simulating import composed, described
 from experiments.fidelity.study import OURS, read_study, trace_of
-from experiments.fidelity.study_report import Score, lowest_lines
+from experiments.fidelity.study_report import Score, Simulated, lowest_lines, page_lines, study_lines
 from tests.experiments.fidelity_kit import compared, error_line, fidelity, ran, result
 from tests.experiments.measured_files import study, study_file
 
@@ -100,6 +100,30 @@ def test_a_study_is_simulated_beside_what_others_predicted(tmp_path, capsys):
     assert scores["this simulator"]["errors"]["ttft_mean"] == pytest.approx(expected)
     assert "Lowest, of those that predict all 2 runs: E2E mean this simulator" in capsys.readouterr().out
     assert (tmp_path / "out" / "fidelity.png").exists()
+
+
+def test_the_text_of_a_study_has_signed_errors_and_those_of_each_predictor():
+    values = study(2)
+    for part, means in values[1]["measured_ms"].items():
+        values[1]["measured_ms"][part] = means | {"itl_mean": 6.4}
+    runs = read_study(values, Path("study.json"), [])
+    ours = {part: {"e2e_mean": 66.0, "ttft_mean": 6.0} for part in runs[0].parts}
+    found = [Simulated(run, "as it is", ours) for run in runs]
+    text, page = ([" ".join(line.split()) for line in "\n".join(to(found, [])).split("\n")]
+                  for to in (study_lines, page_lines))  # fmt: skip
+    dashes = " | –" * 6 + " |"
+    signed, other = f" | +10.0 | -50.0{dashes}", "| other | 1 | 50.0 [10.0] | 100 [50.0] | 100 [–] | 37.5 [–] |"
+    assert [line for line in text if line.endswith(signed)] == [
+        f"| run-{number} {part}{signed}" for number in (0, 1) for part in ("all", "stage0", "stage1")
+    ]
+    assert text.count(f"| this simulator | 2 | 10.0 | 50.0{dashes}") == 3
+    assert sum(line.startswith(other) for line in text) == 3
+    assert [line for line in text if "gaps" in line] == [
+        "- run-1: measured (E2E - TTFT) / ITL is 8 gaps, and 16 tokens have 15: tokens came in chunks or outputs were "
+        "of another length; TPOT here is (E2E - TTFT) / (tokens - 1)"
+    ]
+    assert page[0] == "Signed errors of whole runs, %:"
+    assert [line for line in page if line.endswith(signed)] == [f"| run-{number}{signed}" for number in (0, 1)]
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -128,7 +128,7 @@ def _loads(
     names = [run.name for run in files]
     if (doubled := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise ConfigError(f"two measured files are called {doubled!r}; give them different names")
-    loads = [*file_loads(files, overrides, runs), *_folder_loads(folders, overrides, runs, options.format)]
+    loads = [*file_loads(files, overrides, runs), *_folder_loads(folders, overrides, runs, options.format, names)]
     found = compare(loads, overrides, options.names, runs, scratch, options.command)
     lines = comparison_lines(found)
     text = "\n".join(lines)
@@ -141,7 +141,10 @@ def _loads(
     return text
 
 
-def _folder_loads(folders: list[Path], overrides: list[str], runs: Path, format_name: str | None) -> list[Load]:
+def _folder_loads(
+    folders: list[Path], overrides: list[str], runs: Path, format_name: str | None, taken: list[str]
+) -> list[Load]:
+    """The loads of run folders, and of all runs in a folder of runs. taken: names that others have."""
     if folders and format_name not in (None, RUN_FOLDER):
         raise ConfigError(f"{folders[0]} is a folder, and --format says {format_name}; give the file itself")
     found: dict[str, Run] = {}  # by the name of the folder in the output
@@ -154,7 +157,7 @@ def _folder_loads(folders: list[Path], overrides: list[str], runs: Path, format_
             inside = relative(run.path, folder)
             name = folder.resolve().name + ("" if inside == "." else "-" + inside.replace("/", "-"))
             numbered = (f"{name}~{number}" for number in itertools.count(2))
-            found[next(place for place in itertools.chain([name], numbered) if place not in found)] = run
+            found[next(place for place in itertools.chain([name], numbered) if place not in (*found, *taken))] = run
     points = {place: run for place, run in found.items() if run.manifest.get("swept")}
     labels = labels_of(
         [(run.flat_config, Path(place)) for place, run in points.items()], swept_keys(list(points.values()))

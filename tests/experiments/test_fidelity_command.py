@@ -167,9 +167,14 @@ def test_a_run_counts_once_and_a_simulated_one_repeats_no_measured_one(base, tmp
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_folders_of_one_name_are_all_compared(base, tmp_path):
-    (load,) = compared(tmp_path, *(copied(base, tmp_path / there / "run~1") for there in "abc"))["loads"]
+def test_what_has_one_name_is_all_compared(base, tmp_path):
+    folders = [copied(base, tmp_path / there / "run~1") for there in "abc"]
+    (load,) = compared(tmp_path, *folders)["loads"]
     assert (load["name"], load["repeats"]) == ("run~1", ["run~1~2", "run~1~3"])
+    columns = ["arrival_s", "num_prompt_tokens", "num_output_tokens", "ttft_s", "e2e_s"]
+    write_rows(log := tmp_path / "run~1.jsonl", [dict(zip(columns, (0, 9, 3, 0.1, 0.2), strict=True))])
+    said = compared(tmp_path, log, folders[0], "model=qwen3_0.6b", "device=h100", "--overwrite")["loads"]
+    assert [(load["name"], load["num_requests"]) for load in said] == [("run~1", 1), ("run~1~2", 60)]
 
 
 @pytest.mark.usefixtures("unrendered")

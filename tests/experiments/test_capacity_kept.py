@@ -42,7 +42,7 @@ def test_the_same_command_goes_on_and_comes_to_the_same(
     tmp_path: Path, searched: Capacity, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(searched.folder, tmp_path / "a")
-    command = ("capacity", *TWO, "--tolerance", str(COARSE), "--out", f"{tmp_path}/a/")
+    command = ("capacity", *TWO, "--tolerance", str(COARSE), "--out", str(tmp_path / "a"))
     said = say(*command).success()
     before, points = files_of(tmp_path / "a"), sorted((tmp_path / "a" / "points").iterdir())
     simulated = []
@@ -79,6 +79,15 @@ def test_a_capacity_beyond_the_rates_that_were_tried_prints_as_in_the_table(
     told = repr(found).splitlines()[0].removeprefix("vllm_v1: ")
     assert told.startswith(f"{sign} ")
     assert f"| {told} " in row
+    backwards = replace(found, baseline="sarathi")
+    assert [one.estimate for one in (*found.changes, *backwards.changes)] == [None, None]
+
+
+def test_capacities_in_two_units_have_no_change_from_one_to_the_other(searched: Capacity) -> None:
+    first, other = searched.found
+    of_sessions = replace(other, arm=replace(other.arm, is_of_sessions=True))
+    changes = [replace(searched, found=(first, one)).changes[0] for one in (other, of_sessions)]
+    assert [change.estimate is None for change in changes] == [False, True]
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"load": ', '{"load": {"waiting": null}}'])

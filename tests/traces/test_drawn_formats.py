@@ -233,9 +233,13 @@ def test_agentic_requests_come_when_recorded_in_an_open_loop(tmp_path):
 
 
 def test_think_times_from_an_older_request_are_replaced_and_counted(tmp_path):
-    entries = [asked(0, 64, [1], api_time=None), asked(9, 64, [1], think_time=50), asked(20, 64, [1], think_time=None)]
+    unknown = {"api_time": None}
+    entries = [
+        asked(0, 64, [1], **unknown), asked(9, 64, [1], think_time=50), asked(20, 64, [1], think_time=None, **unknown),
+        asked(30, 64, [1], think_time=4, **unknown), asked(36, 64, [1], think_time=None),
+    ]  # fmt: skip
     trace = read_trace("agentic", archive(tmp_path / "a.tar", session(requests=entries)))
-    assert [row.think_ns for row in trace] == [None, 9 * S, int(9.5 * S)]
+    assert [row.think_ns for row in trace] == [None, 9 * S, int(9.5 * S), 4 * S, 6 * S]
     assert trace.notes[1].startswith("1 think time did not count from the request before")
 
 

@@ -137,6 +137,8 @@ def test_a_longer_name_or_one_beside_its_field_is_a_column_of_one_s_own(tmp_path
     for row in (request("a"), {**request("a"), "arrival_ns": 0}):
         assert read_trace("jsonl", jsonl(tmp_path, {**row, name: 7})).notes == (f"ignored fields: {name}",)
         del row["arrival_time"]
+    row = {"arrival_time": 0, "prompt_tokens": 9, "max_output_tokens": 7}
+    assert read_trace("jsonl", jsonl(tmp_path, row)).notes == ("ignored fields: max_output_tokens",)
 
 
 @pytest.mark.parametrize(

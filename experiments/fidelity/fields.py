@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from testbed.errors import TraceError
+from testbed.foreign_text import number as number_between
 from testbed.foreign_text import parsed
-from testbed.traces.readers.fields import json_object, name_text, refuse, token_count, whole_number
+from testbed.traces.readers.fields import decimal, json_object, name_text, refuse, token_count, whole_number
 from testbed.traces.readers.open_text import existing_file, open_text
 from testbed.traces.schema import MAX_NUM_TOKENS
 
@@ -145,17 +145,10 @@ class Fields:
 
 def real(value: Any, place: str, field: str, least: float, expected: str) -> float:
     """A finite number of at least `least`; text is accepted too, as in a CSV. Raises TraceError for other values."""
-    found: float | None = None
-    if isinstance(value, str):
-        try:
-            found = float(value)
-        except ValueError:
-            found = None
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        found = float(value)
-    if found is None or not math.isfinite(found) or not least <= found <= 1e30:
+    found: Any = decimal(value) if isinstance(value, str) else value
+    if not number_between(least, 1e30)(found):
         raise refuse(place, field, value, expected)
-    return found
+    return float(found)
 
 
 def duration_s(value: Any, place: str, field: str, unit_s: float = 1.0) -> float:

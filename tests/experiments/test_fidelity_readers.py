@@ -298,9 +298,12 @@ def test_aiperfs_latency_between_tokens_is_that_of_its_other_latencies(rows, tmp
 def test_a_value_that_is_no_number_is_called_so(tmp_path, say):
     for value, said in (
         ("nan", "a number, a latency of 0 or more"),
+        ("1_0", "a number, a latency of 0 or more"),
+        (10**70, "a number, a latency of 0 or more"),
         (-1, "a latency of 0 or more: the clock ran back"),
     ):
         assert f"'ttft_s' is {value!r}; expected {said}" in error_line(say, log_file(tmp_path, ttft_s=value), *FILE)
+    assert "'ttft_s' is 1000" in error_line(say, log_file(tmp_path, ttft_s=10**400), *FILE)
 
 
 def test_times_in_milliseconds_are_suspected(rows, tmp_path, capsys):

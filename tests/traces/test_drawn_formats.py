@@ -5,6 +5,7 @@ import json
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -72,6 +73,28 @@ def test_clients_send_what_their_windows_say(tmp_path):
     assert {row.num_output_tokens for row in trace} == {3}
     assert len({row.request_id for row in trace}) == len(trace)
     assert mine[0].place.endswith("s.tar.gz:m/chunk-0-trace.csv:1")
+
+
+@pytest.mark.parametrize(
+    ("process", "cv"), [("0.5,Gamma,9,1", 0.5), ("2,Gamma,9,1", 2.0), ("9,Weibull,1,1", 1.0), ("9,Weibull,2,1", 0.523)]
+)
+def test_gaps_have_the_spread_of_their_window_and_fill_it(process, cv, tmp_path):
+    files = {"chunk-0-trace.csv": f"0,10,{process}\n600,10,{process}\n", "chunk-0-dataset.json": dataset()}
+    arrivals_s = [row.arrival_ns / S for row in read_trace("servegen", archive(tmp_path / "s.tar", files), seed=1)]
+    gaps = np.diff(arrivals_s)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.1)
+    assert np.median(arrivals_s) == pytest.approx(600, abs=60)
+    assert 1190 < arrivals_s[-1] < 1200
+
+
+def test_lengths_are_those_of_the_last_window_that_has_any(tmp_path):
+    pdfs = {"600": "{10: 0.2, 30: 0.8}", "1200": "{20: 1.0}"}  # of what comes before, too
+    data = json.dumps({start: {"input_tokens": pdf, "output_tokens": "{3: 1.0}"} for start, pdf in pdfs.items()})
+    files = {"chunk-0-trace.csv": "".join(f"{start},2,1,Gamma,1,1\n" for start in range(0, 2400, 600))}
+    found = read_trace("servegen", archive(tmp_path / "s.tar", files | {"chunk-0-dataset.json": data}), seed=1)
+    lengths = [[row.num_prompt_tokens for row in found if row.arrival_ns // (600 * S) == window] for window in range(4)]
+    assert [set(of_window) for of_window in lengths] == [{10, 30}, {10, 30}, {20}, {20}]
+    assert [of_window.count(10) for of_window in lengths[:2]] == pytest.approx([240, 240], abs=45)
 
 
 def test_the_seed_alone_decides_and_all_archives_are_alike(tmp_path):

@@ -37,8 +37,9 @@ def test_bailian_chats_become_sessions(tmp_path):
 @given(st.lists(st.tuples(st.integers(-1, 7), st.integers(0, 5)), min_size=1, max_size=8), st.randoms())
 def test_the_sessions_of_bailian_are_found_in_any_order(tmp_path_factory, chats, random):
     lines = [
-        chat(i, -1 if parent == i else parent, 2 * at + i / 100) for i, (parent, at) in enumerate(chats)
-    ]  # no two at one instant
+        chat(i, -1 if parent == i else parent, 2 * at + i / 100, length=32 + i % 2)
+        for i, (parent, at) in enumerate(chats)
+    ]  # no two at one instant; with and without a rest that has no id
     ordered = sorted(lines, key=lambda fields: fields["timestamp"])
     shuffled = random.sample(lines, len(lines))
     file = tmp_path_factory.mktemp("bailian") / "q.jsonl"

@@ -25,7 +25,7 @@ from omegaconf.errors import (
 )
 
 from experiments.configuration.config import GROUPS, Root, whole_class
-from experiments.configuration.options import CONF, OVERLAYS, Library, needed_by, pairs_in, read_option
+from experiments.configuration.options import CONF, OVERLAYS, Library, is_group, needed_by, pairs_in, read_option
 from experiments.configuration.policies import POLICIES
 from experiments.configuration.settings import GONE
 from testbed.errors import ConfigError
@@ -51,7 +51,7 @@ _DEFINING = {  # keys without a default: a model or device file must give them
 _NAMED = ("model", "device", "scheduler")  # groups whose options have names: runs, fits and tables go by them
 _FEW = 7  # an option with up to this many keys is told with them
 _PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)
-_OVERRIDDEN = re.compile(rf"override /({'|'.join(GROUPS)}|hydra/\w+)")
+_OVERRIDDEN = re.compile(rf"override +/({'|'.join(GROUPS)}|hydra/\w+)")
 _TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys that a text interpolates
 
 
@@ -111,12 +111,15 @@ class Keys:
 
     def refuse_bases(self) -> None:
         """Raises ConfigError for a file of the user's own whose defaults name an option that does not exist, one that
-        comes after the file's own keys (it would replace them), or one of another group not as overlays do."""
+        comes after the file's own keys (it would replace them), or one of another of our groups not as overlays do."""
         for group, option, _ in self.own_files():
             for file, content in self.library.files(group, option):
                 if "_self_" in [one for one in content.get("defaults", ()) if isinstance(one, str)][:-1]:
                     raise ConfigError(f"{file}: what follows _self_ in its defaults replaces its own keys; put it last")
                 for key, name in pairs_in(content):
+                    there = key.rpartition(" ")[2].partition("@")[0].lstrip("/")
+                    if not is_group(there) and self.library.names(there):
+                        continue  # a group of the user's own
                     if group != OVERLAYS or not isinstance(name, str) or not _OVERRIDDEN.fullmatch(key):
                         how = "override /scheduler: sarathi" if group == OVERLAYS else "[vllm_v1, _self_]"
                         raise ConfigError(f"{file}: its defaults have {key}: {name}; name options as {how}")

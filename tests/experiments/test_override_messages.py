@@ -407,3 +407,11 @@ def test_what_is_wrong_in_an_own_option_names_its_file(
     said = say("run", "--config-dir", str(tmp_path), file.replace("/", "="), *more, "trace.num_requests=2")
     assert said.error().startswith(error.replace("FILE", str(written)))
     assert "Config search path" not in said.error(), "all places where Hydra looks"
+
+
+def test_an_overlay_may_take_parts_from_a_group_of_one_s_own(tmp_path: Path) -> None:
+    option(tmp_path, "parts/small", "cache: {num_gpu_blocks: 64}\n")
+    defaults = "[/parts@_global_: small, _self_, override  /scheduler: sarathi]"
+    option(tmp_path, "experiment/mine", f"{OVERLAY}defaults: {defaults}\nseed: 3\n")
+    config = compose_config(["experiment=mine", f"hydra.searchpath=[{tmp_path}]"])
+    assert (config.scheduler.name, config.cache.num_gpu_blocks, config.seed) == ("sarathi", 64, 3)

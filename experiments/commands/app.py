@@ -100,7 +100,7 @@ def _run_hydras(mode: str, overrides: list[str]) -> None:
 
 def _apart(argument: str) -> list[str]:
     """Returns hydra={run: {dir: a}} as hydra.run={dir: a}, which Hydra knows as a key of its own; else the argument."""
-    value = parsed(argument).value() if argument.startswith("hydra={") else None
+    value = parsed(argument).value() if argument.lstrip("+").startswith("hydra={") else None
     return [f"hydra.{key}={literal(one)}" for key, one in value.items()] if isinstance(value, dict) else [argument]
 
 

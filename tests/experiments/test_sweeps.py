@@ -226,8 +226,9 @@ def test_what_acts_on_each_point_by_itself_is_refused(tmp_path: Path, say: Say, 
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def test_hydras_keys_may_come_as_one(tmp_path: Path, say: Say) -> None:
-    say("run", "-m", *TINY, *SHORT, "seed=0,1", f"hydra={{sweep: {{dir: {tmp_path / 's'}}}}}").success()
+@pytest.mark.parametrize("plus", ["", "++"])
+def test_hydras_keys_may_come_as_one(tmp_path: Path, say: Say, plus: str) -> None:
+    say("run", "-m", *TINY, *SHORT, "seed=0,1", f"{plus}hydra={{sweep: {{dir: {tmp_path / 's'}}}}}").success()
     assert len(load_sweep(tmp_path / "s").runs) == 2
 
 

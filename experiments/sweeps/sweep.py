@@ -159,7 +159,9 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     for number, (label, overrides) in enumerate(sweep.combinations):
         raw = compose_raw([*folders, *overrides])
         if (other := alike.setdefault(repr(raw), label)) != label:
-            raise ConfigError(f"{other} and {label} are one run, as another setting has the last word; leave it out")
+            raise ConfigError(
+                f"{other} and {label} are one run: equal, or another setting has the last word; leave it out"
+            )
         command = shlex.join(["testbed", "run", *folders, *overrides])
         try:
             config = RunConfig.from_container(raw)

@@ -238,7 +238,8 @@ def test_a_swept_key_that_is_set_elsewhere_makes_no_points_that_are_one_run(
 ) -> None:
     told = sweep(say, tmp_path / "s", "cache.watermark=0.01,0.02", group).error()
     assert told == (
-        "cache.watermark=0.01 and cache.watermark=0.02 are one run, as another setting has the last word; leave it out"
+        "cache.watermark=0.01 and cache.watermark=0.02 are one run: equal, or another setting has the last word; "
+        "leave it out"
     )
     assert not (tmp_path / "s").exists()
 

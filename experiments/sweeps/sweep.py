@@ -23,6 +23,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
+from xxhash import xxh3_128_hexdigest
 
 from experiments.configuration.compose import compose_raw
 from experiments.configuration.config import JUDGING, RunConfig
@@ -149,7 +150,7 @@ def _combinations(choices: dict[str, list[str]], library: Library) -> list[tuple
 def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     """Returns every point with its configuration. Raises FailedError, before any point runs, if one is invalid."""
     points: list[tuple[Point, RunConfig]] = []
-    alike: dict[str, str] = {}  # the label of each configuration
+    alike: dict[str, str] = {}  # labels by the hash of the configuration
     refused: list[Outcome] = []
     values: dict[str, set[str]] = {}
     makeable: set[str] = set()  # choices of policies already constructed: each is tried once
@@ -158,7 +159,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     folders = searched(sweep.of_hydra)
     for number, (label, overrides) in enumerate(sweep.combinations):
         raw = compose_raw([*folders, *overrides])
-        if (other := alike.setdefault(repr(raw), label)) != label:
+        if (other := alike.setdefault(xxh3_128_hexdigest(repr(raw).encode()), label)) != label:
             raise ConfigError(
                 f"{other} and {label} are one run: equal, or another setting has the last word; leave it out"
             )

@@ -8,6 +8,7 @@ all-gather those of the gathered whole; a `window_size` of 0 means no window.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -166,10 +167,10 @@ def _system(root: Path, device: str) -> str:
     return named
 
 
-def _version_key(version: str) -> tuple[tuple[int, str], ...]:
-    """A sort key for versions: 1.3.0rc20 comes after 1.3.0rc5, and 0.24.0 after 0.9.0."""
-    parts = version.replace("rc", ".rc.").split(".")
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
+def _version_key(version: str) -> tuple[tuple[int, int], ...]:
+    """A sort key for versions: 0.9.0, 0.24.0, 1.3.0rc5, 1.3.0rc20, 1.3.0, 1.3.0.post1."""
+    parts = [*re.findall(r"\d+|[a-z]+", version), ""]  # "" is where a release ends
+    return tuple((0, int(part)) if part.isdigit() else ({"post": 1, "": 0}.get(part, -1), 0) for part in parts)
 
 
 def _versions(folder: Path, file: str) -> list[str]:

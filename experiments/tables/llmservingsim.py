@@ -38,6 +38,7 @@ Rows = Callable[..., Any]
 def read(folder: Path, device: str | None = None, model: str | None = None) -> OperatorTables:
     """Reads the tables below a folder. device, model: names in our library, which take precedence over the names in
     meta.yaml. Raises ConfigError, ProfileError."""
+    folder = folder.absolute()  # "." has no name
     metas = sorted(folder.rglob("meta.yaml")) or sorted(folder.parent.glob("meta.yaml"))
     if not metas:
         raise ProfileError(

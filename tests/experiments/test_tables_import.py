@@ -81,6 +81,14 @@ def test_the_newest_version_is_taken_and_the_nearest_all_reduce(tmp_path: Path) 
         aiconfigurator.load("h200", version="0.9.2", systems=systems)
 
 
+def test_a_release_is_newer_than_its_candidates(tmp_path: Path) -> None:
+    in_order = ("0.9.0", "0.24.0", "1.3.0rc5", "1.3.0rc20", "1.3.0", "1.3.0.post1", "1.3.0.post10")
+    for version in sorted(in_order):
+        systems = spot.aiconfigurator(tmp_path, version=version)
+    with pytest.raises(ConfigError, match=f"valid: {', '.join(in_order)}$"):
+        aiconfigurator.load("h200", version="2", systems=systems)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -150,6 +158,14 @@ def test_layers_get_the_shapes_of_the_model_that_is_named(tmp_path: Path) -> Non
                       "down_proj": (4096, 7168)}  # fmt: skip
     assert only(tables, "gemm", kernel="lm_head", m=2, n=64128)["k"] == 4096
     assert only(tables, "elementwise", kernel="act_fn", m=8, n=7168)["engine"] == "vllm 0.19.0"
+
+
+@pytest.mark.parametrize(("place", "num"), [("", 57), ("tp2", 31)])
+def test_the_folder_may_be_the_one_that_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, num: int
+) -> None:
+    monkeypatch.chdir(spot.llmservingsim(tmp_path) / place)
+    assert read_llmservingsim(Path()).rows.num_rows == num
 
 
 def test_what_the_profiler_copies_to_all_ranks_is_taken_once(tmp_path: Path) -> None:
@@ -292,6 +308,9 @@ def test_vidurs_columns_give_the_shapes_of_a_rank(tmp_path: Path) -> None:
     assert {"batch": 4, "context": 100, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64}.items() <= decode.items()
     assert {"new_tokens": 64, "context": 32, "time_ns": 250_000.0}.items() <= prefill.items()
     assert decode["kernel"] == "flash_attention"
+    file = tmp_path / "mlp.csv"
+    file.write_text(file.read_text().replace("True", "False"))
+    assert only(read_vidur(tmp_path, "a100"), "gemm", kernel="mlp_up_proj", m=2)["n"] == 1024, "not gated"
 
 
 def test_vidurs_small_layers_are_found_by_a_price(tmp_path: Path) -> None:

@@ -69,15 +69,16 @@ def _case(line: str, place: str) -> Case:
         steps.append(_decision(row, requests, place))
         if len(steps) > 1 and steps[-1]["step"] <= steps[-2]["step"]:
             raise TraceError(f"{place}: step {steps[-1]['step']} follows step {steps[-2]['step']}; steps must increase")
-    aborts = sorted([_abort(row, requests, place) for row in fields.get("aborts", ())], key=itemgetter(0, 1))
-    resets = sorted([_place(row, place, "resets") for row in fields.get("resets", ())])
+    of_aborts, of_resets = (_checked(fields.get(key, []), place, key, _LIST) for key in ("aborts", "resets"))
+    aborts = sorted([_abort(row, requests, place) for row in of_aborts], key=itemgetter(0, 1))
+    resets = sorted([_place(row, place, "resets") for row in of_resets])
     in_order = sorted(requests.values(), key=lambda request: (request.arrival_ns, int(request.request_id)))
     return Case(name, system, place, config, tuple(in_order), tuple(steps), tuple(aborts), tuple(resets))
 
 
 def _request(row: Any, place: str) -> Request:
     row = _checked(row, place, "requests", _OBJECTS)
-    request_id = _present(row, place, "request_id", (_is_id, "a decimal number as text"))
+    request_id = _present(row, place, "request_id", _ID)
     place = f"{place}: request {request_id}"
     arrival = _present(row, place, "arrival_step", _COUNT)
     skips_cache = _checked(row.get("skips_prefix_cache", False), place, "skips_prefix_cache", _FLAG)
@@ -98,7 +99,7 @@ def _request(row: Any, place: str) -> Request:
 
 def _abort(row: Any, requests: dict[str, Request], place: str) -> tuple[int, int, str]:
     row = _checked(row, place, "aborts", _OBJECTS)
-    name = present(row, "request_id", place)
+    name = _present(row, place, "request_id", _ID)
     if name not in requests:
         raise TraceError(f"{place}: aborts name request {name!r}, which the case does not have")
     return *_place(row, f"{place}: abort of {name}", "aborts"), name
@@ -157,6 +158,7 @@ def _is_id(value: Any) -> bool:
 
 
 _MOST = 2**31 - 1
+_ID: Kind = (_is_id, "a decimal number as text")
 _NAME: Kind = (_is_text, "a name")
 _OBJECT: Kind = (_of(dict), "an object")
 _OBJECTS: Kind = (_of(dict), "a list of objects")

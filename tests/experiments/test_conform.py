@@ -268,6 +268,9 @@ def test_a_bug_of_ours_fails_its_case_alone(tmp_path: Path, say: Say, monkeypatc
         (json.dumps(changed(PLAIN, 1, free_blocks=-1)), "step 1: field 'free_blocks' is -1"),
         (json.dumps(changed(PLAIN, 1, free_bloks=1)), "unknown field 'free_bloks'"),
         (json.dumps(changed(PLAIN, 1, preempted=["77"])), "preempted names request '77'"),
+        (json.dumps(PLAIN | {"aborts": None}), "field 'aborts' is None; expected a list"),
+        (json.dumps(PLAIN | {"resets": 3}), "field 'resets' is 3; expected a list"),
+        (json.dumps(PLAIN | {"aborts": [{"request_id": []}]}), "field 'request_id' is []; expected a decimal number"),
         (json.dumps(PLAIN), "names must differ"),
     ],
 )

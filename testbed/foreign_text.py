@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias, TypeVar
@@ -93,6 +94,14 @@ def visible(text: str) -> str:
     return "".join(
         ascii(one)[1:-1] if category(one)[0] == "C" or category(one) in ("Zl", "Zp") else one for one in text
     )
+
+
+def is_device(name: str, description: str) -> bool:
+    """Whether a driver's description has the words of a device's name: `h100` is `NVIDIA H100 80GB HBM3`, `h200` is not
+    `NVIDIA GH200 480GB`."""
+    said = re.sub(r"(?i)\bblackwell ", "", description.replace("_", " "))
+    words = " ?".join(re.findall(r"[a-z]+|\d+[a-z]*", name.lower()))
+    return re.search(rf"\b{words}\b", said, re.IGNORECASE) is not None
 
 
 def nearest(name: str, choices: Collection[str], cutoff: float = NEAR) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from analysis.comparison.pairs import Pair
 from analysis.load import Run
 from analysis.measures.statistics import ENOUGH
 from analysis.reading.frames import numbers
+from testbed.foreign_text import is_device
 
 _MAX_MISSED = 3  # wrong picks that are named; the table has all
 _TOO_NOISY = 0.3  # if equal real runs differ by more (not only in a tail), they hardly allow to judge a simulator
@@ -252,10 +252,10 @@ def not_measured_on(arms: Sequence[Arm], pairs: Sequence[Pair]) -> dict[str, lis
 
 
 def _is_of(device: str, real: Run) -> bool:
-    """Whether a real run used this device of the library: `h100` is `NVIDIA H100 80GB HBM3`, `cpu` any CPU."""
-    said = re.sub(r"[^a-z0-9]", "", str(real.manifest.get("device")).lower())
+    """Whether a real run used this device of the library; `cpu` is any CPU."""
+    said = str(real.manifest.get("device"))
     is_cpu = (real.manifest.get("machine") or {}).get("gpu") is None or "thread" in said
-    return is_cpu if device == "cpu" else re.sub(r"[^a-z0-9]", "", device.lower()) in said
+    return is_cpu if device == "cpu" else is_device(device, said)
 
 
 def not_measured(arms: Sequence[Arm], pairs: Sequence[Pair]) -> Iterator[str]:

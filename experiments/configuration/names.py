@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from experiments.configuration.options import options
 from testbed.errors import ConfigError
+from testbed.foreign_text import is_device
 
 _ALIASES = {  # Hugging Face's names, without words that do not affect the shape
     "mistralnemo": "mistral_nemo_12b", "metallama3.18b": "llama3.1_8b", "metallama3.170b": "llama3.1_70b",
@@ -44,12 +45,8 @@ def model_named(name: str) -> str | None:
 def _of_driver(description: str, entries: list[str]) -> str | None:
     """Returns the entry whose words are in a driver's description, the most specific one: rtx_pro_6000_server before
     rtx_pro_6000."""
-    said = re.sub(r"(?i)\bblackwell ", "", description.replace("_", " "))
-    for entry in sorted(set(entries) - {"cpu"}, key=len, reverse=True):
-        words = " ?".join(re.findall(r"[a-z]+|\d+[a-z]*", entry))
-        if re.search(rf"\b{words}\b", said, re.IGNORECASE):
-            return entry
-    return None
+    found = [entry for entry in entries if entry != "cpu" and is_device(entry, description)]
+    return max(found, key=len, default=None)
 
 
 def _alike(name: str, entries: list[str]) -> str | None:

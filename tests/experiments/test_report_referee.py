@@ -305,6 +305,13 @@ def test_a_simulator_that_picks_other_policies_than_the_engine_is_told_first(tmp
     real.manifest["device"] = "AMD EPYC, 2 threads"
     pairs = [Pair("p", arms[0].runs[0], real)]
     assert not any("device" in text for text in not_measured(arms, pairs)), "a CPU is the library's cpu"
+    real.manifest.update(device="NVIDIA GB200", machine={"gpu": "NVIDIA GB200"})
+    for run in (run for arm in arms for run in arm.runs):
+        run.manifest["device"] = "b200"
+    said = "The ablation simulates the device b200; the real runs used NVIDIA GB200. The error on the former was "
+    assert f"{said}not measured." in [*not_measured(arms, pairs)]
+    real.manifest["device"] = "NVIDIA B200"
+    assert not any("device" in text for text in not_measured(arms, pairs))
     ranking = pd.DataFrame({"winner_is_clear": [True, True, False], "same_winner": [True, False, False]})
     level, why = light(arms, "fidelity", pairs=pairs, rankings={"": ranking})
     assert level == "poor"

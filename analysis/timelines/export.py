@@ -76,8 +76,6 @@ class Window:
             raise ConfigError(f"steps {first}:{last} are no window; give --steps first:last, from 0 on")
 
     def __str__(self) -> str:
-        if self.steps is not None:
-            return f"in steps {self.steps[0]} to {self.steps[1]}"
         until = "" if self.to_s == LATEST_S else f" to {self.to_s:g} s"
         return f"from {self.from_s:g} s{until}"
 

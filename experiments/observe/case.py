@@ -9,6 +9,7 @@ from experiments.observe.log import ObservedLog, ObservedRequest, ObservedStep
 from experiments.runs.in_vllm import USUAL
 from real.vllm import SPAN, is_known
 from testbed.core.request import Request
+from testbed.wording import count
 
 _ALIKE = (  # settings with the same name in cases and logs
     "block_size", "num_gpu_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefix_caching"
@@ -77,7 +78,8 @@ def why_no_case(log: ObservedLog) -> str:
     if log.header["device"]["pipeline_parallel_size"] != 1:
         return "pipeline parallelism plans several batches at a time"
     if num := sum(one.preempts and one.place[0] > one.place[1] for one in log.resets):
-        return f"what ran lost its KV to a reset {num} times with a step in flight: vLLM drops its tokens, we do not"
+        often = f"what ran lost its KV to a reset {count(num, 'time')} with a step in flight"
+        return f"{often}: vLLM drops its tokens, we do not"
     if log.contradiction:
         return log.contradiction
     if config["prefix_caching"] and any(isinstance(one.prompt, int) for one in log.requests.values()):

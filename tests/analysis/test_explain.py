@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from analysis.explain import request
 from analysis.explain.following import Stretch
 from analysis.explain.frames import preemptions, stretches, waits
 from analysis.explain.request import _pace, computed_again, explain_request
@@ -140,6 +141,20 @@ def test_decodes_beside_the_prompts_of_others_are_compared_with_those_alone() ->
         "against 1.00 s: about 6.00 s in all (the means' difference)."
     ]
     assert (apart, dict(first.takers)) == (_pace([first]), {"x": 5, "y": 2})
+
+
+def test_of_many_waits_the_longest_are_told_and_the_others_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "MAX_SENTENCES", 1)
+    monkeypatch.setattr(request, "MAX_ROWS", 2)
+    rows = [row("a", 12, 9), row("b", 12, 9), row("c", 12, 3, at=1)]
+    run = load_run(run_of(tmp_path, rows, "cache.num_gpu_blocks=9", "cache.prefix_caching=false"))
+    said = explain_request(run, "c").replace("\xa0", " ").splitlines()
+    assert said[5].startswith("- 4.00 s from 1.0000 s (steps 1 to 4) at the head of the queue, for KV blocks: 1 was")
+    assert said[6] == "- 2 shorter waits, 4.00 s in all"
+    assert said[-2] == f"{'…':>9} 3 more: analysis.explain.frames.stretches has all"
+    assert [one.split()[4] for one in (said[-3], said[-1])] == ["waiting", "decode"]
 
 
 def test_a_preemption_by_a_reset_of_the_prefix_cache_is_called_so(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_log_of_a_version_that_no_preset_mirrors_makes_no_case(tmp_path: Path,
     ("name", "fields", "why"),
     [
         ("sync", {"preempts": False, "is_reset": False}, ""),  # refused: requests had blocks
-        ("async", {"preempts": True, "is_reset": True}, "lost its KV to a reset 1 times with a step in flight"),
+        ("async", {"preempts": True, "is_reset": True}, "lost its KV to a reset 1 time with a step in flight"),
     ],
 )
 def test_a_log_with_a_reset_says_why_it_makes_no_case(

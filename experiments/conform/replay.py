@@ -52,13 +52,14 @@ def composition_of(options: Mapping[str, Any]) -> dict[str, Any]:
 class Mismatch:
     """A case that failed.
 
-    num_agreeing: equal steps before the one that differs; None if the case never began. second: the virtual second in
-    which that step was planned. recorded, decided: both sides; None for a side without this step. context: other
-    fields of our plan. live: our unfinished sequences.
+    num_agreeing: equal steps; None if the case never began. number: the step that differs; with another one in flight
+    there is one more before it. second: the virtual second in which it was planned. recorded, decided: both sides; None
+    for a side without this step. context: other fields of our plan. live: our unfinished sequences.
     """
 
     reason: str
     num_agreeing: int | None = None
+    number: int | None = None
     second: int | None = None
     recorded: Decision | None = None
     decided: Decision | None = None
@@ -148,16 +149,17 @@ class _Comparison:
         self._feed = feed
         self._reader = reader
         self._num_agreeing = 0
+        self._number = 0  # of the step that is compared
         self._plan: BatchPlan | None = None
         self._in_flight: deque[tuple[Decision, Decision]] = deque()  # equal after the plan: (recorded, decided)
 
     def run(self) -> Mismatch | None:
         for number, recorded in enumerate(self._case.steps):
-            if found := self._commit_until(recorded.get("committed", number)) or self._step(recorded):
+            if found := self._commit_until(recorded.get("committed", number)) or self._step(number, recorded):
                 return found
         if found := self._commit_until(len(self._case.steps)):
             return found
-        self.recorded = None
+        self.recorded, self._number = None, len(self._case.steps)
         self._plan = self._feed.next_plan()
         if self._plan is not None:
             decided = self._reader.after_plan(self._feed.second, self._plan)
@@ -169,7 +171,7 @@ class _Comparison:
     def _commit_until(self, num_steps: int) -> Mismatch | None:
         """Commits until `num_steps` steps are committed, or no plan is in flight."""
         while self._in_flight and self._num_agreeing < num_steps:
-            self.recorded, decided = self._in_flight.popleft()
+            (self.recorded, decided), self._number = self._in_flight.popleft(), self._num_agreeing
             self._feed.commit()
             decided |= self._reader.after_commit()
             if differing := differing_fields(self.recorded, decided):
@@ -177,8 +179,8 @@ class _Comparison:
             self._num_agreeing += 1
         return None
 
-    def _step(self, recorded: Decision) -> Mismatch | None:
-        self.recorded = recorded
+    def _step(self, number: int, recorded: Decision) -> Mismatch | None:
+        self.recorded, self._number = recorded, number
         self._plan = plan = self._feed.next_plan()
         if plan is None:
             what = "can do nothing with what is left" if self._feed.scheduler.has_work else "has finished everything"
@@ -191,7 +193,9 @@ class _Comparison:
 
     def mismatch(self, reason: str, recorded: Decision | None, decided: Decision | None) -> Mismatch:
         live = self._feed.scheduler.unfinished()
-        return Mismatch(reason, self._num_agreeing, self._feed.second, recorded, decided, self._context(), live)
+        second = self._feed.second if decided is None else decided["step"]
+        context = self._context()
+        return Mismatch(reason, self._num_agreeing, self._number, second, recorded, decided, context, live)
 
     def _context(self) -> dict[str, Any]:
         """Returns fields of our plan that are not compared, to show with a mismatch."""

@@ -69,7 +69,7 @@ def _failure(case: Case, mismatch: Mismatch) -> str:
         return f"FAILED {case.name}: {mismatch.reason}"
     lines = [
         f"FAILED {case.name}: {mismatch.num_agreeing} of {len(case.steps)} steps agree; "
-        f"step {mismatch.num_agreeing} at second {mismatch.second}: {mismatch.reason}"
+        f"step {mismatch.number} at second {mismatch.second}: {mismatch.reason}"
     ]
     lines += _sides(mismatch)
     lines += [f"  {key:<25} {json.dumps(value)}" for key, value in mismatch.context.items() if value]

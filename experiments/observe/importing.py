@@ -130,7 +130,7 @@ def trace_of(log: ObservedLog, name: str) -> Trace:
     """Returns the requests in order of arrival with vLLM's outputs, without requests that emitted no token."""
     rows = [_row(one) for one in log.requests.values() if one.wanted]
     missing = len(log.requests) - len(rows)
-    notes = [f"{missing} requests that emitted nothing were left out"] if missing else []
+    notes = [f"{count(missing, 'request')} left out: nothing was emitted"] if missing else []
     notes += [log.open_note] if log.num_open else []
     notes += [log.note] if log.note else []
     return arrange(name, rows, notes)

@@ -209,6 +209,19 @@ def test_the_first_step_that_differs_is_shown_with_both_sides(
     assert lines[-2:] == ["ok cached: 2 steps", "1 passed, 1 failed"]
 
 
+@pytest.mark.parametrize(
+    ("index", "field", "num_agreeing"),
+    [(2, "free_blocks", 1), (2, "free_blocks_after_commit", 2), (0, "free_blocks_after_commit", 0)],
+)
+def test_the_step_that_differs_is_named_while_another_is_in_flight(
+    tmp_path: Path, say: Say, index: int, field: str, num_agreeing: int
+) -> None:
+    cases = map(json.loads, (BY_HAND / "vllm_v1_async.jsonl").open())
+    case = next(case for case in cases if case["case"] == "a-victim-gets-the-token-that-is-on-its-way")
+    line = conform(say, tmp_path, [changed(case, index, **{field: 99})])[1][0]
+    assert f": {num_agreeing} of 4 steps agree; step {index} at second {index}: differing after the " in line
+
+
 def test_a_failure_shows_how_far_the_requests_are(tmp_path: Path, say: Say) -> None:
     """At second 1, before the commit: '9' has 6 of 7 known tokens computed, '10' has 2 of 5."""
     _, lines = conform(say, tmp_path, [changed(PLAIN, 1, free_blocks=0)])

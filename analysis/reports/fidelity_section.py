@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.comparison.arms import grouped
+from analysis.comparison.arms import by_load, grouped, infer_arms
 from analysis.comparison.pairs import engine_of
 from analysis.load import relative
 from analysis.plots import study_plots as plots
@@ -56,10 +56,14 @@ def _rankings(report: ReportInput) -> dict[str, pd.DataFrame]:
     several = [pairs for pairs in by_trace if len(pairs) > 1]
     equal = [runs for pairs in by_trace for runs in fidelity.equal_runs({pair.label: pair.runs for pair in pairs})]
     found, noise = {}, fidelity.noise_limits(equal)
-    for pairs in several:
-        real = pairs[0].real
-        offered, seed = real.summary["throughput"]["offered_per_s"] or 0.0, real.manifest.get("seed")
-        load = f"{fmt.significant(offered)} requests/s, seed {seed}" if len(several) > 1 else ""
+    reals = [pairs[0].real for pairs in several]
+    name_of, loads = tables.replicate_names(reals), by_load(infer_arms(reals), report.replicated)
+    at = {run.path: load for load, arms in loads.items() for arm in arms for run in arm.runs}
+    for real, pairs in zip(reals, several, strict=True):
+        rate = f"{fmt.significant(real.summary['throughput']['offered_per_s'] or 0.0)} requests/s"
+        load = f"{at[real.path] or rate}, {name_of(real)}" if len(several) > 1 else ""
+        if load in found:  # runs of other traces that their settings do not tell apart
+            load += f" (trace {real.fingerprint})"
         by_policy = {pair.label: pair.runs for pair in pairs}
         found[load] = fidelity.ranking_agreement(by_policy, noise=noise, margin=report.margin)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import permutations, product
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,16 +14,19 @@ import pytest
 
 from analysis import format as fmt
 from analysis.comparison import fidelity
-from analysis.comparison.pairs import Pair
+from analysis.comparison.arms import infer_arms
+from analysis.comparison.pairs import Pair, infer_pairs
 from analysis.comparison.wording import winner_text
-from analysis.load import Run, load_run
+from analysis.load import Run, load_run, load_sweep
 from analysis.measures.statistics import spread
 from analysis.plots.fidelity_plots import study_figure
 from analysis.reports import tables
 from analysis.reports.fidelity_findings import alike_said, fidelity_findings, pace_said, too_noisy, winners
+from analysis.reports.fidelity_section import _rankings
+from analysis.reports.parts import ReportInput
 from testbed.errors import RunFolderError
 from testbed.records.schema import STEP_COLUMNS
-from tests.analysis.runs import requests_of, simulate, table, write_folder, write_run
+from tests.analysis.runs import change_config, change_manifest, requests_of, simulate, table, write_folder, write_run
 
 S = 10**9
 
@@ -178,6 +181,24 @@ def test_where_the_engine_tells_no_policy_apart_neither_tau_nor_the_best_is_show
         shown[noise] = row[2].text, row[3].text, row[-1].text
     assert shown[0.1] == ("1", "1 of 1", "yes")
     assert shown[0.5] == (fmt.NOTHING, "none told apart", fmt.NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels"),
+    [
+        ({"prompt_tokens": 300}, ["prompt_tokens = default, seed 0", "prompt_tokens = 300, seed 0"]),
+        ({}, ["6.66 requests/s, seed 0", f"6.66 requests/s, seed 0 (trace {'f' * 16})"]),
+    ],
+)
+def test_policies_are_ranked_on_each_trace_also_at_one_rate_and_seed(tmp_path, settings, labels):
+    for number, backend, chunked in product((0, 1), ("sim", "real"), (False, True)):
+        run = write_run(tmp_path / f"{number}-{backend}-{chunked}", backend, chunked=chunked, num_requests=30)
+        if number:
+            change_manifest(run, trace=load_run(run).manifest["trace"] | {"fingerprint": "f" * 16})
+            change_config(run, **{f"trace__{name}": value for name, value in settings.items()})
+    runs = load_sweep(tmp_path).runs
+    arms = infer_arms([run for run in runs if run.is_simulated])
+    assert [*_rankings(ReportInput(arms, infer_pairs(runs)))] == labels
 
 
 def test_a_simulated_run_matches_itself_exactly(tmp_path):

@@ -235,7 +235,8 @@ def _fidelity(
         return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
     found = worst_errors(errors.values())
     shown = [path for path in (*_ERRORS, "ttft_s.p99", "tpot_s.p99") if path in found]
-    told = fmt.listing([f"{metric_of(path).label} {fmt.percent(found[path])}" for path in shown])
+    errors_up_to = fmt.listing([f"{metric_of(path).label} {fmt.percent(found[path])}" for path in shown])
+    told = f"errors up to {errors_up_to}" if shown else "no error is known, as no latency or rate is in both"
     most = max((found[path] for path in _ERRORS if path in found), default=1.0)
     level: Level = "good" if most <= _NEAR else "fair" if most <= _FAR else "poor"
     num_same, num_clear = num_picked(rankings)
@@ -244,5 +245,5 @@ def _fidelity(
         told += f"; of the engine's best policies it picks {num_same} of {num_clear}"
     other = [word for word, names in not_measured_on(arms, pairs).items() if names]
     if other:
-        return Trust("fidelity", _worst([level, "fair"]), f"of another {fmt.listing(other)}: errors up to {told}")
-    return Trust("fidelity", level, f"measured on this model and device: errors up to {told}")
+        return Trust("fidelity", _worst([level, "fair"]), f"of another {fmt.listing(other)}: {told}")
+    return Trust("fidelity", level, f"measured on this model and device: {told}")

@@ -387,6 +387,10 @@ def test_the_lights_say_what_was_not_measured(arms: list[Arm]) -> None:
     assert found["replicates"] == ("good", "5 replicates")
     assert found["records"] == ("good", "all checks hold")
     assert found["load"][0] == "good"
+    nothing = error_table(arms[0].runs[0], arms[0].runs[0]).assign(error=math.nan)
+    pair = Pair("a", arms[0].runs[0], arms[0].runs[0])
+    said = trust([Compared("", arms, [], ())], [pair], {"a": nothing})[0].why
+    assert said.endswith("on this model and device: no error is known, as no latency or rate is in both")
     alone = [Arm(arm.name, arm.levels, arm.runs[:1]) for arm in arms]
     assert lights(alone, [])["replicates"][0] == "poor"
 

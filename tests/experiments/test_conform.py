@@ -284,6 +284,7 @@ def test_a_bug_of_ours_fails_its_case_alone(tmp_path: Path, say: Say, monkeypatc
         (json.dumps(PLAIN | {"aborts": None}), "field 'aborts' is None; expected a list"),
         (json.dumps(PLAIN | {"resets": 3}), "field 'resets' is 3; expected a list"),
         (json.dumps(PLAIN | {"aborts": [{"request_id": []}]}), "field 'request_id' is []; expected a decimal number"),
+        (json.dumps(PLAIN | {"aborts": [{"request_id": "77"}]}), "aborts name request '77', which the case does not"),
         (json.dumps(PLAIN), "names must differ"),
     ],
 )

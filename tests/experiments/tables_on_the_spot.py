@@ -55,7 +55,7 @@ def aiconfigurator_rows() -> dict[str, Rows]:
     reduce = [
         {"kernel_source": kernel, "allreduce_dtype": "bfloat16", "num_gpus": 2, "message_size": size,
          "latency": 0.005 + size * 1e-8}
-        for kernel, size in product(("graph", "eager"), (128, 256))
+        for kernel, size in product(("graph", "x_eager"), (128, 256))
     ]  # fmt: skip
     nccl = [
         {"op_name": name, "kernel_source": "NCCL", "nccl_dtype": dtype, "num_gpus": 4, "message_size": 512,

@@ -47,6 +47,10 @@ def test_latencies_are_ms_and_messages_are_elements(installed: Path) -> None:
     assert only(tables, "all_reduce", kernel="NCCL", dtype="int8")["num_bytes"] == 512
     gathered = only(tables, "all_gather", dtype="float16")
     assert (gathered["num_bytes"], gathered["num_ranks"], gathered["engine"]) == (1024, 4, "nccl 2.29.2")
+    assert tables.doubts[-2:] == (
+        "all_reduce: eager calls are timed with the host's launches, never below 5 us",
+        "no embedding, norms, rotary, activation, sampler or host time: kernels of these tables only",
+    )
 
 
 def test_a_decode_attends_to_its_step_and_itself(installed: Path) -> None:
@@ -87,6 +91,8 @@ def test_a_release_is_newer_than_its_candidates(tmp_path: Path) -> None:
         systems = spot.aiconfigurator(tmp_path, version=version)
     with pytest.raises(ConfigError, match=f"valid: {', '.join(in_order)}$"):
         aiconfigurator.load("h200", version="2", systems=systems)
+    old = aiconfigurator.load("h200", version="1.3.0rc5", systems=systems)
+    assert only(old, "all_reduce", kernel="graph", num_bytes=256)["engine"] == "vllm 1.3.0rc5"
 
 
 @pytest.mark.parametrize(
@@ -284,6 +290,11 @@ def test_products_that_are_far_too_slow_are_doubted(factor: float, is_doubted: b
     assert any(doubt.startswith(said) for doubt in doubts) == is_doubted
 
 
+def test_of_many_doubts_those_that_are_not_told_are_counted() -> None:
+    tables = OperatorTables("mine", "", rows_of(0), tuple(f"doubt {number}" for number in range(12)))
+    assert checked(tables, None).doubts[8:] == ("doubt 8", "and 3 more, each about fewer points")
+
+
 def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"holds no meta\.yaml; expected <gpu>/<org>/<model>/<dtype>/"):
         read_llmservingsim(tmp_path)
@@ -331,6 +342,20 @@ def test_vidurs_collectives_are_bytes_and_a_gather_is_its_whole(tmp_path: Path) 
     assert only(tables, "all_reduce")["num_bytes"] == 2048
     assert only(tables, "all_gather")["num_bytes"] == 4 * 2048
     assert any("all_reduce.csv: 2 points across nodes, or of other ranks, are left out" in d for d in tables.doubts)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("attention.csv", "0.25,", ",", r"attention\.csv:2: .*attn_prefill.* is empty; expected a time: is_pref"),
+        ("all_gather.csv", "2048,all_gather", "2048,send", r"all_gather\.csv:2: collective is 'send'; expected all_"),
+    ],
+)
+def test_vidurs_rows_must_be_of_what_they_say(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
+    path = spot.vidur(tmp_path) / file
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(ProfileError, match=message):
+        read_vidur(tmp_path, "a100")
 
 
 def test_vidurs_files_must_be_whole(tmp_path: Path) -> None:

@@ -47,6 +47,21 @@ def test_what_vllm_decided_is_decided_here_step_for_step(tmp_path: Path, name: s
     assert system.preset == {"sync": "vllm_v1", "async": "vllm_v1_async"}[name]
     assert sum(len(step["preempted"]) for step in case.steps) >= 3
     assert len(case.aborts) >= 2
+    assert "free_blocks_after_commit" in case.steps[-1]
+    assert replay_case(case, system, system.preset) is None
+
+
+@pytest.mark.parametrize(("name", "last", "is_compared"), [("sync", "plan", True), ("async", "commit", False)])
+def test_a_log_that_ends_with_a_step_in_flight_conforms_as_far_as_that(
+    tmp_path: Path, name: str, last: str, is_compared: bool
+) -> None:
+    """In an asynchronous one the step in flight was planned before the last commit, and held blocks at it."""
+    lines = lines_of(name)
+    end = next(number for number, line in enumerate(lines) if line["kind"] == last and line["step"] == 5)
+    import_log(written(tmp_path / "log.jsonl", lines[: end + 1]), tmp_path / "run")
+    (case,) = read_cases(tmp_path / "run" / "case.jsonl")
+    assert ("free_blocks_after_commit" in case.steps[-1]) == is_compared
+    system = SYSTEMS[case.system]
     assert replay_case(case, system, system.preset) is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from experiments.conform.replay import replay_case
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.importing import import_log, trace_of
 from experiments.observe.log import read_log
+from experiments.observe.records import replay
 from experiments.runs.in_vllm import device_of
+from testbed.core.commands import Recorder
 from testbed.errors import ConfigError
 from testbed.specs.profiles import read_profile
 from tests.analysis.runs import change_manifest
@@ -98,6 +101,25 @@ def test_the_records_are_what_the_log_says(tmp_path: Path, name: str) -> None:
     assert set(requests["finish_reason"]) <= {"stop", "length", "abort"}
     assert run.summary["checks"]["work_conserved"]["holds"] is True
     assert (run.manifest["backend"], run.manifest["victim_of_auto"]) == ("vllm", "most_recently_admitted")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_is_as_long_as_it_ran_alone_and_pauses_are_in_none(tmp_path: Path, name: str) -> None:
+    header, *lines = lines_of(name)
+    num, pause_ns = sum(line["kind"] == "commit" for line in lines), 10**10
+    later = {"ns": lines[-1]["ns"] - header["ns"] + pause_ns, "step": num, "committed": num, "plans": num}
+    later |= {"began_ns": later["ns"], "arrival_unix_ns": later["ns"], "commits": num}
+    text = json.dumps([{key: value + later.get(key, 0) if key in later else value for key, value in line.items()}
+                       for line in lines])  # fmt: skip
+    for request_id in {line["id"] for line in lines if "id" in line}:
+        text = text.replace(f'"{request_id}"', f'"{request_id} again"')
+    log = read_log(written(tmp_path / "log.jsonl", [header, *lines, *json.loads(text)]))
+    measured = replay(log, Recorder())
+    took = [step.taken_ns - step.planned_ns for step in log.steps]
+    since = [after.taken_ns - before.taken_ns for before, after in pairwise(log.steps)]
+    assert [one.spans.forward_ns for one in measured] == [*took[:1], *map(min, took[1:], since)]
+    assert measured[num - 1].period_ns == log.steps[num - 1].end_ns - log.steps[num - 1].began_ns
+    assert sum(one.period_ns for one in measured[:num]) < log.steps[num].began_ns - pause_ns
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -210,6 +232,9 @@ def test_who_was_preempted_by_a_reset_and_aborted_before_the_next_plan_is_named_
     assert "It was preempted once, for a reset of the prefix cache:" in said
     (case,) = read_cases(tmp_path / "run" / "case.jsonl")
     assert replay_case(case, SYSTEMS[case.system], SYSTEMS[case.system].preset) is None
+    next(line for line in lines if line["kind"] == "reset_prefix_cache")["preempts"] = False
+    import_log(written(tmp_path / "log.jsonl", lines), tmp_path / "other")
+    assert "a reset of the prefix cache" not in explain_run(load_run(tmp_path / "other")), "it preempted nobody"
 
 
 def test_lengths_in_place_of_ids_give_all_but_a_case(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from analysis.explain import request
 from analysis.explain.following import Stretch
 from analysis.explain.frames import preemptions, stretches, waits
 from analysis.explain.request import _pace, computed_again, explain_request
-from analysis.explain.whole_run import _longest_chain, _preempted, explain_run
+from analysis.explain.whole_run import _longest_chain, _lost_ns, _preempted, explain_run
 from analysis.load import load_run
 from experiments.runs.run import execute
 from testbed.errors import RunFolderError
@@ -223,6 +223,12 @@ def test_those_preempted_again_that_are_not_named_are_counted() -> None:
     gone = [{"request_id": f"r{i % 7}", "for_request_id": "x", "why": "blocks"} for i in range(14)]
     first, *named, rest, _ = _preempted(pd.DataFrame(gone))
     assert (first, len(named), rest) == ("7 were preempted more than once.", 5, "- and 2 more")
+
+
+def test_a_preemption_costs_time_until_its_request_had_caught_up_or_was_preempted_again_or_ended() -> None:
+    caught_up = pd.array([5, None, 9, 9], dtype="Int64")
+    frame = pd.DataFrame({"request_id": [*"aabb"], "at_ns": [0, 20, 3, 4], "caught_up_ns": caught_up})
+    assert _lost_ns(frame, pd.Series({"a": 30, "b": 50})).tolist() == [5, 10, 1, 5]
 
 
 def test_the_longest_chain_goes_on_from_any_later_preemption_not_only_from_the_next() -> None:

@@ -43,9 +43,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     _MIXTRAL: {
         "num_key_value_heads": 8, "max_position_embeddings": 131072, "intermediate_size": 14336, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "norm_topk_prob": True, "sliding_window": None, "eos_token_id": 2
+        "num_experts_per_tok": 2, "norm_topk_prob": True, "sliding_window": None, "eos_token_id": 2,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     },
-    _PHI3: {"sliding_window": None},
+    _PHI3: {"max_position_embeddings": 4096, "sliding_window": None, "eos_token_id": 32000, "rms_norm_eps": 1e-5},
     "OPTForCausalLM": {"tie_word_embeddings": True, "eos_token_id": 2, "activation_function": "relu"},
 }  # fmt: skip
 ARCHITECTURES = tuple(_DEFAULTS)  # whose operators are known

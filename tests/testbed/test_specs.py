@@ -159,6 +159,8 @@ SILENT: dict[str, dict[str, object]] = {  # what transformers takes where the fi
     "Qwen2ForCausalLM": {"head_dim": 16, "num_key_value_heads": 32, "sliding_window": None, "eos_token_id": None},
     "LlamaForCausalLM": {"head_dim": 16, "num_key_value_heads": 4, "sliding_window": None, "eos_token_id": 2},
     "MistralForCausalLM": {"head_dim": 16, "num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "num_experts": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "Phi3ForCausalLM": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 32000},
     "OPTForCausalLM": {"head_dim": 16, "hidden_act": "relu", "attention_bias": True, "mlp_bias": True},
 }
 

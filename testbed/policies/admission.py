@@ -174,9 +174,7 @@ class MaxRunningRequests:
         self._max_requests = require_whole("scheduler.admission.max_requests", max_requests, 1)
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
-        ids = {other.request_id for other in running}
-        ids.add(seq.request_id)
-        return not running or len(ids) <= self._max_requests
+        return len({other.request_id for other in [*running, seq]}) <= self._max_requests  # at least 1
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

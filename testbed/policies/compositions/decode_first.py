@@ -37,7 +37,7 @@ class DecodeFirst:
         num_long = sum(1 for seq in step.prefilling.values() if step.is_long(seq))
         share = self._share(step, num_long)
         prefilling = list(step.prefilling.values())
-        decodes = [seq for seq in step.running() if not seq.is_prefilling] if prefilling or step.num_swapped else []
+        decodes = [seq for seq in step.running() if not seq.is_prefilling] if prefilling else []
         finishing: list[Sequence] = []
         unfinished: list[Sequence] = []
         least = self._least(step)

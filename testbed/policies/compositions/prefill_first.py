@@ -92,7 +92,7 @@ class PrefillFirst:
                 if step.make_room():
                     continue
                 return step.blocked(BlockedBy.MAX_NUM_SEQS)
-            if not self._fits(step, num_tokens, longest) and (step.batch.seqs or not is_oversize):
+            if not self._fits(step, num_tokens, longest) and step.batch.seqs:
                 return step.blocked(BlockedBy.TOKEN_BUDGET)
             longest = max(longest, num_tokens)
             step.admit(seq, hit, seq.num_tokens - hit.num_tokens)

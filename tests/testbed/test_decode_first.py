@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from testbed.blocks.config import KVRules
 from testbed.core.limits import Limits
 from testbed.core.plan import BlockedBy, PrefillChunk
@@ -69,6 +71,13 @@ def test_only_so_many_long_prompts_are_part_way_through_and_short_ones_overtake_
     # 1 token to go is not long: a and c share 16 // 2
     plan, _ = step(scheduler)
     assert (scheduled(plan), plan.blocked_by) == ({"b": 1, "d": 1, "a": 1, "c": 8}, None)
+
+
+@pytest.mark.parametrize(("num_long", "overtakes"), [(129, True), (130, False)])
+def test_a_short_prompt_is_looked_for_behind_128_long_ones(num_long: int, overtakes: bool) -> None:
+    scheduler = make_scheduler("decode_first", limits=make_limits(budget=16, threshold=4, partial=2))
+    add(scheduler, *[make_request(f"long {number}", 5, 1) for number in range(num_long)], make_request("short", 2, 1))
+    assert ("short" in scheduled(step(scheduler)[0])) is overtakes
 
 
 def test_a_long_prompt_that_was_passed_over_keeps_its_place() -> None:

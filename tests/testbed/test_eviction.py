@@ -183,8 +183,9 @@ def test_lfu_goes_by_hits_then_by_release() -> None:
     assert drain(policy) == [3, 1, 2]
 
 
-def test_lfu_counts_anew_once_the_content_is_gone() -> None:
-    policy = LFU()
+@pytest.mark.parametrize("name", ["lfu", "cost_aware"])
+def test_hits_count_anew_once_the_content_is_gone(name: str) -> None:
+    policy = EVERY[name]()
     policy.hit(1)
     release(policy, 1)
     assert policy.pop() == 1

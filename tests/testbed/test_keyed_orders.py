@@ -103,6 +103,10 @@ def test_a_preemptive_order_names_the_running_sequence_that_goes_last() -> None:
     assert queue.yields([], 0) is None
     queue = pushed(bound(orders.priority()), make_seq(10, priority=6))
     assert queue.yields(running, 0) is None, "not unless it is asked for"
+    running = [make_seq(0, deadline_ns=9), make_seq(1), make_seq(2, deadline_ns=7)]
+    queue = pushed(bound(orders.earliest_deadline(preemptive=True)), make_seq(10))
+    assert queue.yields(running, 0) is None, "neither has a deadline"
+    assert pushed(queue, make_seq(11, deadline_ns=8)).yields(running, 0) is running[1]
 
 
 def test_srpt_preempts_who_has_most_left_and_he_does_not_preempt_back() -> None:

@@ -78,6 +78,17 @@ def test_where_chunks_fill_blocks_a_decode_needs_a_blocks_worth_of_budget() -> N
         assert rows(step(scheduler)[0]) == [(name, 1) for name in decodes]
 
 
+@pytest.mark.parametrize(("fills", "num_rows"), [(True, 6), (False, 8)])
+def test_where_chunks_fill_blocks_the_samples_of_a_prompt_need_as_much(fills: bool, num_rows: int) -> None:
+    """Of a budget of 9, three pairs take 6: the 3 that are left are enough for a pair, but are no block."""
+    rules, limits = KVRules(chunks_fill_blocks=fills), make_limits(budget=9)
+    scheduler = make_scheduler("decode_first", block_size=4, rules=rules, limits=limits)
+    pair = SamplingParams(n=2, temperature=1.0)
+    add(scheduler, *[make_request(name, 1, 9, sampling=pair) for name in "abcd"])
+    step(scheduler)
+    assert len(rows(step(scheduler)[0])) == num_rows
+
+
 # --- what can never fit ---
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+import testbed.policies.orders as orders
 from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy
 from testbed.core.request import SamplingParams
@@ -32,6 +35,16 @@ def test_a_prompt_waits_for_the_token_budget_and_is_not_split() -> None:
     assert (scheduled(plan), plan.blocked_by) == ({"a": 4}, BlockedBy.TOKEN_BUDGET)  # c would fit; b is first
     assert scheduled(step(scheduler)[0]) == {"b": 7, "c": 3}
     assert scheduled(step(scheduler)[0]) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_preempted_sequence_that_outgrew_the_budget_is_a_batch_of_its_own() -> None:
+    scheduler = make_scheduler("prefill_first", queue=orders.shortest_job(), limits=make_limits(budget=8))
+    add(scheduler, make_request("a", 6, 9))
+    for _ in range(4):
+        step(scheduler)
+    scheduler.reset_prefixes()
+    add(scheduler, make_request("b", 2, 9), make_request("c", 7, 9))
+    assert [scheduled(step(scheduler)[0]) for _ in range(3)] == [{"b": 2}, {"a": 10}, {"c": 7}]
 
 
 def test_the_budget_counts_computed_tokens_only() -> None:
@@ -114,12 +127,12 @@ def test_a_victim_that_was_scheduled_is_no_longer_in_the_step() -> None:
 
 
 def test_decodes_come_between_steps_of_prompts_if_wanted() -> None:
-    for decodes_between, order in ((True, "p d p d p d"), (False, "p d p p d d")):
+    for decodes_between, order in ((True, "p d p d p d"), (False, "p p p d d d")):
         scheduler = make_scheduler(PrefillFirst(decodes_between=decodes_between), limits=make_limits(budget=16))
         add(scheduler, make_request("first", 16, 9))
         kinds, causes = [], []
         for number in range(6):
-            if number == 2:
+            if number == 1:
                 add(scheduler, make_request("second", 16, 9), make_request("third", 16, 9))
             plan, _ = step(scheduler)
             kinds.append("p" if plan.admitted else "d")
@@ -141,3 +154,11 @@ def test_decodes_that_wait_for_a_prompt_in_flight_still_come_before_other_prompt
     commit(scheduler)
     plan = scheduler.plan(0)
     assert (len(plan.admitted), len(rows(plan)), plan.blocked_by) == (0, 2, BlockedBy.BATCH)
+
+
+@pytest.mark.parametrize(("sorts_by_arrival", "order"), [(True, "ab"), (False, "ba")])
+def test_running_sequences_decode_by_arrival_if_wanted(sorts_by_arrival: bool, order: str) -> None:
+    scheduler = make_scheduler(PrefillFirst(sorts_by_arrival=sorts_by_arrival), queue=orders.lcfs())
+    add(scheduler, make_request("a", 4, 3), make_request("b", 4, 3))
+    step(scheduler)
+    assert "".join(scheduled(step(scheduler)[0])) == order

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from testbed.blocks.config import KVRules
 from testbed.core.plan import BlockedBy
 from testbed.core.request import SamplingParams
+from testbed.policies.compositions.unified import Unified
+from testbed.policies.victim import LowestPriority
 from tests.testbed.core_kit import make_limits, make_request, make_scheduler
 from tests.testbed.stepping import add, cached, drain, in_flight, preempted, rows, scheduled, step
 
@@ -79,6 +83,18 @@ def test_a_sequence_that_finds_no_block_even_after_the_others_goes_itself() -> N
     plan, _ = step(scheduler)  # position 4: a takes the last block
     assert (scheduled(plan), preempted(plan)) == ({"a": 1}, ["b"])
     assert [(item.request.request_id, item.num_output_tokens) for item in drain(scheduler)] == [("a", 3), ("b", 3)]
+
+
+@pytest.mark.parametrize("ends_round", [True, False])
+def test_those_behind_the_victim_of_another_get_their_tokens(ends_round: bool) -> None:
+    scheduler = make_scheduler(
+        Unified(own_victim_ends_round=ends_round), num_blocks=3, block_size=4, caching=False, victims=LowestPriority(),
+    )  # fmt: skip
+    for name, prompt, priority in (("a", 4, 0), ("b", 4, 9), ("c", 3, 1)):
+        add(scheduler, make_request(name, prompt, 9, priority=priority))
+    step(scheduler)
+    plan, _ = step(scheduler)
+    assert (preempted(plan), scheduled(plan)) == (["b"], {"a": 1, "c": 1})
 
 
 def test_emitted_tokens_are_computed_again_after_a_preemption_and_emitted_once() -> None:

@@ -40,6 +40,14 @@ class Prices:
         return Spans(swap_ns=num_moved * BLOCK_NS, forward_ns=COMPUTE_NS if shape.num_tokens else 0)
 
 
+class PricesOfCopies(Prices):
+    """A block that is copied takes 70 ns."""
+
+    def price(self, shape: BatchShape) -> Spans:
+        spans = super().price(shape)
+        return spans.replace(swap_ns=spans.swap_ns + 70 * shape.num_blocks_copied)
+
+
 class SlowPrices(Prices):
     """A block that comes back takes longer than the clock can say."""
 
@@ -124,6 +132,11 @@ def test_without_overlap_a_step_is_swap_then_compute() -> None:
 
 def test_a_swap_out_hides_behind_the_computation() -> None:
     assert times([plan_of([50], pairs(0, 5)), plan_of([51])]) == [[(0, 1000, 0), (1000, 2000, 0)]]
+
+
+def test_copies_on_the_device_remain_a_part_of_the_step() -> None:
+    plan = plan_of([50], pairs(0, 5), copies=[(60, 61)])
+    assert times([plan], prices=PricesOfCopies()) == [[(0, 1070, 70)]]
 
 
 def test_a_step_that_writes_a_block_on_its_way_out_waits_for_it() -> None:

@@ -137,6 +137,7 @@ def _row(found: Found, change: Comparison | None) -> dict[str, Any]:
         "policy": found.arm.name,
         "capacity": found.capacity,
         "unit": found.arm.unit,
+        "setting": _setting(found),
         "failed_at": found.rate(found.bracket.failed),
         "ci95_low": low,
         "ci95_high": high,
@@ -179,7 +180,17 @@ def policies_table(found: Sequence[Found]) -> str:
     spread = ("95 % over seeds", "range of seeds") if has_seeds else ()
     wilson = () if has_seeds else ("95 % (Wilson)",)
     headers = ("policy", "capacity", *spread, "fails at", "attainment", *wilson, "fails first", "goodput")
-    return table(headers, [_cells(one) for one in found], numbers=False)
+    rows = [_cells(one) for one in found]
+    if any(one.arm.per_value != 1 for one in found):
+        headers = (*headers, "setting")
+        rows = [(*row, _setting(one) or "–") for row, one in zip(rows, found, strict=True)]
+    return table(headers, rows, numbers=False)
+
+
+def _setting(found: Found) -> str | None:
+    """The setting that has the policy's capacity as its rate; None if there is none."""
+    kept = found.bracket.kept
+    return None if kept is None else f"{found.arm.rate_key}={kept:.4g}"
 
 
 def _cells(found: Found) -> tuple[str, ...]:

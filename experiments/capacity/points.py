@@ -164,6 +164,8 @@ def read_point(file: Path, max_failed: int | None) -> Load | None:
         num, work, spread = stored["load"]["waiting"]
         load = Load(**stored["load"] | {"waiting": Waiting(tuple(num), tuple(work), spread)})
         most, _ = stored["max_failed"], stored["notes"]
+        if not 0 <= load.num_failed <= load.num_requests:
+            raise ValueError
     except (RunFolderError, KeyError, TypeError, ValueError) as error:
         raise RunFolderError(f"{file} is damaged; delete it: the same command then runs this rate again") from error
     return load if load.is_whole or most == max_failed else None

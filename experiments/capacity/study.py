@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed
 from joblib.externals.loky import get_reusable_executor
@@ -32,9 +33,9 @@ from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.identity import edited_since_import, identity_of
 from experiments.runs.run_folder import alone, write_json
 from experiments.wiring.foreign import check_importable, named_classes
-from testbed.checks import require, require_whole
+from testbed.checks import require, require_type, require_whole
 from testbed.errors import ConfigError, RunFolderError, TestbedError
-from testbed.foreign_text import shown
+from testbed.foreign_text import number, shown
 
 IDENTITY, POINTS, _LOCK = "search.json", "points", ".lock"
 MIN_TOLERANCE, MAX_TOLERANCE = 0.001, 0.5
@@ -50,9 +51,11 @@ def find_capacity(
     ends. whole: no run is stopped early; the result is the same. Raises TestbedError with a message of one line.
     Threads take turns.
     """
-    is_good = MIN_TOLERANCE <= tolerance <= MAX_TOLERANCE
+    tolerance, jobs, whole = map(_plain, (tolerance, jobs, whole))
+    is_good = number(MIN_TOLERANCE, MAX_TOLERANCE)(tolerance)
     require("tolerance", tolerance, is_good, f"from {MIN_TOLERANCE} to {MAX_TOLERANCE}")
     require_whole("jobs", jobs, 1)
+    require_type("whole", whole, bool)
     target = require_path("folder", folder)
     if other := [one for one in overrides if not isinstance(one, str)]:
         raise ConfigError(f"find_capacity was given {shown(other[0])}; give overrides, as 'slo.ttft_s=1'")
@@ -80,6 +83,11 @@ def find_capacity(
     found = tuple(one.found() for one in searches)
     points = pd.DataFrame([row for one in searches for row in one.rows()])
     return Capacity(found, points, target, max(finest.values()), seeds, baseline, report["margin"])
+
+
+def _plain(value: Any) -> Any:
+    """The number, also if it is NumPy's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments import find_capacity
 from experiments.capacity import study
 from experiments.capacity.command import policies_table
 from experiments.capacity.found import Capacity
-from testbed.errors import RunFolderError
+from testbed.errors import ConfigError, RunFolderError
 from tests.experiments.capacity_kit import BUSY, ends
 from tests.experiments.kit import Say
 
@@ -90,17 +91,43 @@ def test_capacities_in_two_units_have_no_change_from_one_to_the_other(searched: 
     assert [change.estimate is None for change in changes] == [False, True]
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"load": ', '{"load": {"waiting": null}}'])
+@pytest.mark.parametrize("text", ["{}", "[]", '{"load": ', '{"load": {"waiting": null}}', '"x"', "-3"])
 def test_a_damaged_point_is_named(text: str, tmp_path: Path, searched: Capacity) -> None:
     shutil.copytree(searched.folder, tmp_path / "a")
     for file in (tmp_path / "a" / "points").iterdir():
-        file.write_text(text)
+        of_number = json.loads(file.read_text())
+        of_number["load"]["num_failed"] = json.loads(text) if text[0] in '"-' else 0
+        file.write_text(json.dumps(of_number) if text[0] in '"-' else text)
     with pytest.raises(RunFolderError, match=r"points/\w+\.json is damaged; delete it: the same command then runs"):
         find_capacity(*TWO, folder=tmp_path / "a")
 
 
+def test_a_rate_that_is_not_the_searched_key_s_comes_with_the_setting_that_has_it(searched: Capacity) -> None:
+    first, other = searched.found
+    assert "setting" not in policies_table(searched.found)
+    halved = replace(first, arm=replace(first.arm, per_value=0.5))
+    header, _, row, _ = policies_table((halved, other)).splitlines()
+    assert header.split("|")[-2].strip() == "setting"
+    value = float(re.search(r"trace\.rate=([\d.]+) ", row)[1])
+    assert halved.capacity == pytest.approx(value / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tolerance": "0.1"}, "tolerance is '0.1'; it must be from 0.001 to 0.5"),
+        ({"jobs": "2"}, "jobs is '2'; it must be a whole number of at least 1"),
+        ({"whole": "no"}, "whole is 'no'; it must be true or false"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        find_capacity(*TWO, folder=tmp_path, **given)
+
+
 def test_jobs_change_nothing(tmp_path: Path, searched: Capacity) -> None:
-    assert searched.points.equals(find_capacity(*TWO, folder=tmp_path, jobs=2, tolerance=COARSE).points)
+    coarse, jobs = np.float32(COARSE), np.int64(2)
+    assert searched.points.equals(find_capacity(*TWO, folder=tmp_path, jobs=jobs, tolerance=coarse).points)
 
 
 def test_while_one_search_writes_to_a_folder_another_is_refused(

@@ -22,11 +22,11 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import AnyNode, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from experiments.configuration.config import GROUPS, RunConfig, register, structured_options
+from experiments.configuration.config import GROUPS, RunConfig, register
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
-from experiments.configuration.options import CONF, options
+from experiments.configuration.options import is_shipped, options
 from experiments.configuration.overrides import check, chooses, covering, is_hydras, is_value
 from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
@@ -183,9 +183,10 @@ def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
     Our own options have no part in each other's groups, so that a combination of options that were composed before is
     put together from them. The user's own may have, and overlays do.
     """
-    chosen: dict[str, str | None] = {item.partition("=")[0]: item for item in choices}
+    chosen = {item.partition("=")[0]: item for item in choices}
     parts = [(group, chosen.get(group)) for group in GROUPS]
-    is_ours = not stamps and len(chosen) == len(choices) and all(map(_is_shipped, choices))
+    are_shipped = (group in GROUPS and is_shipped(group, item.partition("=")[2]) for group, item in chosen.items())
+    is_ours = not stamps and len(chosen) == len(choices) and all(are_shipped)
     if is_ours and all(part in _PARTS for part in parts):
         node = deepcopy(_PARTS[parts[0]])
         for group, choice in parts[1:]:
@@ -195,13 +196,6 @@ def _composed(choices: tuple[str, ...], stamps: tuple[Any, ...]) -> DictConfig:
         node = compose("config", overrides=list(choices))
     _PARTS.update(dict.fromkeys(parts, node) if is_ours else {})
     return node
-
-
-def _is_shipped(choice: str) -> bool:
-    """Whether a choice names an option of ours: others come from the user's folders, or from Hydra's ConfigStore."""
-    group, _, option = choice.partition("=")
-    has_file = group in GROUPS and (CONF / group / f"{option}.yaml").is_file()
-    return has_file or option in structured_options().get(group, {})
 
 
 def _laid(node: DictConfig, overrides: Sequence[str], keys: Keys) -> DictConfig:

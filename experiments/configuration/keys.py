@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -102,9 +103,12 @@ class Keys:
                 )
 
     def refuse_hidden(self) -> None:
-        """Raises ConfigError for a chosen option that is also a file of the user's own: the shipped one would be it."""
-        for group, option in ((group, option) for group, options in self.options.items() for option in options):
-            if option is not None and (file := self.library.hidden(group, option)) is not None:
+        """Raises ConfigError for a shipped option that is also a file of the user's own, if it is chosen or a file of
+        the user's begins with it: only one of the two would be it."""
+        chosen = ((group, option) for group, options in self.options.items() for option in options if option)
+        own = ((one[0], text) for one in self.own_files() for _, text in self.library.files(*one[:2]))
+        for group, option in chain(chosen, (pair for there, text in own for pair in needed_by(text, there))):
+            if (file := self.library.hidden(group, option)) is not None:
                 raise ConfigError(
                     f"{file}: {group}={option} is the shipped option of that name; give the file another one"
                 )

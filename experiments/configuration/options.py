@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-from experiments.configuration.config import GROUPS, register
+from experiments.configuration.config import GROUPS, register, structured_options
 from testbed.errors import ConfigError
 from testbed.foreign_text import not_yaml, parsed, shown
 
@@ -82,10 +82,10 @@ class Library:
         return {group: option for _, content in files for group, option in chosen_by(content).items()}
 
     def hidden(self, group: str, option: str) -> Path | None:
-        """Returns the user's own file of an option that Hydra does not take, as a shipped file has its name; or None.
-        (A node of the ConfigStore hides none, as a launcher's: Hydra looks for files first.)"""
-        places = [place for folder in self.folders if (place := folder / group / f"{option}.yaml").is_file()]
-        return places[0] if places and self.file(group, option) != places[0] else None
+        """Returns the user's own file with the name of a shipped option, or None. (A launcher's name is free: it is
+        Hydra's, not ours.)"""
+        places = (folder / group / f"{option}.yaml" for folder in self.folders if is_shipped(group, option))
+        return next((place for place in places if place.is_file()), None)
 
     def files(self, group: str, name: str, inside: tuple[str, ...] = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Yields the file of an option and its content, preceded by those of the same group in its defaults. inside:
@@ -100,6 +100,11 @@ class Library:
             for base in _bases(content):
                 yield from self.files(group, base.removeprefix(f"/{group}/"), (*inside, name))
             yield file, content
+
+
+def is_shipped(group: str, option: str) -> bool:
+    """Whether an option is ours: others come from the user's folders, or from Hydra's ConfigStore."""
+    return (CONF / group / f"{option}.yaml").is_file() or option in structured_options().get(group, {})
 
 
 def _bases(content: Mapping[str, Any]) -> list[str]:

@@ -136,6 +136,19 @@ def test_a_fit_of_ours_is_no_fit_of_a_device_or_model_that_begins_with_its_own(t
         ({"device/h100": "defaults: [h100, _self_]"}, [],
          "device=h100 is the shipped option of that name; give the file"),
         ({"experiment/watermark": "seed: 3"}, ["experiment=watermark"], "experiment=watermark is the shipped option"),
+        *[
+            ({option: "seed: 3"}, [chosen] * bool(chosen), "is the shipped option of that name; give the file an")
+            for option, chosen in (
+                ("cache/default", ""), ("slo/default", ""), ("record/default", ""), ("report/default", ""),
+                ("sampling/default", ""), ("backend/sim", ""), ("trace/synthetic", ""), ("cost/linear", "cost=linear"),
+                ("cost/roofline", ""),
+            )
+        ],
+        ({"cache/default": "defaults: [default, _self_]"}, [], "cache=default is the shipped option of that name"),
+        ({"cache/default": "block_size: 8", "cache/a": "defaults: [default, _self_]"}, ["cache=a"],
+         "cache=default is the shipped option of that name"),
+        ({"device/h100": "", "device/a": "defaults: [h100, _self_]"}, ["device=a"],
+         "device=h100 is the shipped option of that name"),
         ({"device/a": "defaults: [a, _self_]"}, ["device=a"], "a.yaml begins with itself (a → a); begin with another"),
         ({"device/a": "defaults: [b]", "device/b": "defaults: [a]"}, ["device=a"], "begins with itself (a → b → a)"),
         *[

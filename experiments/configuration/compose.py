@@ -27,7 +27,7 @@ from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
 from experiments.configuration.options import is_shipped, options
-from experiments.configuration.overrides import check, chooses, covering, is_hydras, is_value
+from experiments.configuration.overrides import check, chooses, covering, is_hydras, is_value, refuse_repeated
 from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
 from testbed.errors import ConfigError
@@ -365,4 +365,5 @@ def to_overrides(settings: dict[str, Any]) -> list[str]:
             values += [f"{key}.{name}={literal(item, f'{key}.{name}')}" for name, item in value.items()]
         else:
             chosen.append(f"{key}={literal(value, key)}")
+    refuse_repeated(values)
     return chosen + values

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from collections import Counter
+from functools import cache, reduce
+from itertools import starmap
 from numbers import Number
+from operator import or_
 from os import PathLike
 from typing import Any
 
+from antlr4 import CommonTokenStream, InputStream
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.grammar.gen.OverrideLexer import OverrideLexer
+from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown
@@ -63,6 +69,31 @@ def is_text(override: str, text: str) -> bool:
     """Whether Hydra's grammar reads the override's value as exactly this text."""
     item = _read(override)
     return item is not None and not item.is_sweep_override() and item.value() == text
+
+
+def keys_in(override: str) -> Counter[str]:
+    """Returns the override's key and the dotted keys in its mapping, with the number of times that one value of the
+    override gives each. Raises ConfigError for a mapping that cannot be read."""
+    own = Counter([override.partition("=")[0].lstrip("+")])
+    if "{" not in override:
+        return own
+    parsed(override)  # raises
+    parser: Any = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(readable(override)))))
+    value = parser.override().value()
+    return own if value is None else own | _counted(value, *own)
+
+
+def _counted(node: Any, key: str) -> Counter[str]:
+    """Counts the keys in a part of the grammar's tree: those of a mapping and of a list's items add up, and of the
+    values of a sweep each is a run of its own."""
+    if isinstance(node, OverrideParser.DictContainerContext):
+        pairs = [(pair.element(), f"{key}.{pair.dictKey().getText().strip()}") for pair in node.dictKeyValuePair()]
+        return sum(starmap(_counted, pairs), Counter[str]())
+    if isinstance(node, OverrideParser.ListContainerContext):
+        items = [(item, f"{key}[{index}]") for index, item in enumerate(node.element())]
+        return sum(starmap(_counted, items), Counter([key]))
+    parts = node.getChildren() if node.getChildCount() else ()
+    return reduce(or_, [_counted(part, key) for part in parts] or [Counter([key])])
 
 
 def literal(value: Any, key: str = "a value") -> str:

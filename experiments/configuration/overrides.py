@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from experiments.configuration.config import GROUPS, whole_class
-from experiments.configuration.grammar import literal, parsed
+from experiments.configuration.grammar import keys_in, literal, parsed
 from experiments.configuration.keys import PLAIN, Keys
 from experiments.configuration.options import CONF, OVERLAYS, Library, chosen_by, is_group, read_option
 from experiments.configuration.policies import POLICIES
@@ -102,10 +102,11 @@ def searched(overrides: Sequence[str]) -> list[str]:
 
 
 def refuse_repeated(arguments: Iterable[str]) -> None:
-    """Raises ConfigError if a command gives a key more than once."""
-    given = [item.partition("=") for item in arguments if "=" in item and not item.startswith("-")]
-    for key, num in Counter(key.lstrip("+") for key, _, _ in given).items():
+    """Raises ConfigError if a command gives a key more than once, also within mappings."""
+    items = [item for item in arguments if "=" in item and not item.startswith("-")]
+    for key, num in sum(map(keys_in, items), Counter[str]()).items():
         if num > 1:
+            given = [item.partition("=") for item in items]
             values = ",".join(value.strip("[]") for name, _, value in given if name.lstrip("+") == key)
             hint = {
                 OVERLAYS: f"lay several over one another as {key}=[{values}]",

@@ -49,8 +49,9 @@ def main(arguments: list[str]) -> int:
     options.arguments = arguments
     options.command = shlex.join(["testbed", "fidelity", *arguments])
     inputs = [Path(item) for item in options.inputs if "=" not in item or Path(item).exists()]
-    overrides = by_key([item for item in options.inputs if "=" in item and not Path(item).exists()])
-    refuse_repeated(overrides)
+    given = [item for item in options.inputs if "=" in item and not Path(item).exists()]
+    refuse_repeated(given)
+    overrides = by_key(given)
     _check(options, inputs, overrides)
     folders = [path for path in inputs if path.is_dir()]
     read = read_files([path for path in inputs if not path.is_dir()], overrides, options.format)

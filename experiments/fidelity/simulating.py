@@ -11,7 +11,7 @@ from analysis.load import Run, load_run
 from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.grammar import literal, parsed
-from experiments.configuration.overrides import is_value
+from experiments.configuration.overrides import is_value, refuse_repeated
 from experiments.runs.origin import UNKNOWN, Origin
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.wiring.costs import fit_file
@@ -36,6 +36,7 @@ def variant(words: str) -> list[str]:
     if not overrides:
         raise ConfigError(f"--beside {words!r} has no override; expected one or more, as --beside cost=tables")
     check_overrides(overrides)
+    refuse_repeated(overrides)
     return by_key(overrides)
 
 

@@ -9,6 +9,7 @@ import pytest
 from experiments.cli import main
 from experiments.configuration.compose import compose_config, compose_from
 from experiments.configuration.options import CONF
+from experiments.configuration.overrides import refuse_repeated
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, Say, option
 
@@ -230,6 +231,33 @@ def test_what_hydra_does_not_say_well_is_said_before_it_composes(
         (["calibrate", "profile", "--out=a.parquet", "seed=1", "+seed=2"], "seed is given 2 times, and only the last "),
         (["calibrate", "seed=1", "seed=2"], "seed is given 2 times, and only the last would count; give it once"),
         (["fidelity", "a", "seed=1", "seed=2"], "seed is given 2 times, and only the last would count; give it once"),
+        *[
+            ([*command, *given], f"{key} is given 2 times, and only the last would count; give it once")
+            for command in (["run"], ["run", "-m", "seed=0,1"], ["fidelity", "a"], ["capacity"])
+            for key, *given in (
+                ("cache.watermark", "cache={watermark: 0.1}", "cache.watermark=0.2"),
+                ("cache.watermark", "++cache.watermark=0.2", "++cache={block_size: 8, watermark: 0.1}"),
+                ("cache.watermark", "cache={watermark: 0.1, watermark: 0.3}"),
+                (
+                    "scheduler.kv_rules.allocate",
+                    "scheduler={kv_rules: {allocate: whole}}",
+                    "scheduler.kv_rules.allocate=chunk",
+                ),
+                (
+                    "scheduler.kv_rules.allocate",
+                    "scheduler.kv_rules={allocate: whole}",
+                    "scheduler={kv_rules: {allocate: chunk}}",
+                ),
+                ("report.plots[1].a", "report={plots: [{_target_: b.c, a: 1}, {a: 1, a: 2}]}"),
+                ("report.plots", "report={plots: [{_target_: b.c, a: 1}]}", "report.plots=[]"),
+            )
+        ],
+        (
+            ["run", "-m", "cache={watermark: 0.1},{watermark: 0.2}", "cache.watermark=0.3"],
+            "cache.watermark is given 2 ",
+        ),
+        (["run", "-m", "cache=choice({watermark: 0.1, watermark: 0.2},{})"], "cache.watermark is given 2 times, and "),
+        (["fidelity", "a", "--beside", "cache.watermark=0.1 'cache={watermark: 1}'"], "cache.watermark is given 2 "),
     ],
 )
 def test_a_key_that_is_given_twice_is_refused(
@@ -237,6 +265,16 @@ def test_a_key_that_is_given_twice_is_refused(
 ) -> None:
     assert main(arguments) == 1
     assert capsys.readouterr().err.startswith(f"error: {expected}")
+
+
+def test_a_mapping_may_stand_beside_keys_that_it_does_not_give() -> None:
+    given = [
+        "scheduler={kv_rules: {allocate: whole}}", "scheduler.kv_rules.full_length_must_fit=true",
+        "scheduler.queue_order={_target_: mine.Order, x: 1}", "scheduler.queue_order.y=2", "cache=default",
+        "cache.block_size=8", "trace={transforms: [{name: thin, fraction: 0.9}, {name: thin, fraction: 0.8}]}",
+        "report.question='{a: 1, a: 2}'", "cost={step_s: 1},{step_s: 2}", "record={}", "slo=",
+    ]  # fmt: skip
+    refuse_repeated(given)
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -64,6 +64,11 @@ def test_a_dotted_key_is_told_how_a_group_s_keys_are_given() -> None:
         simulate(ROWS, **{"cache.block_size": 32})
 
 
+def test_a_key_in_a_mapping_and_dotted_is_given_twice() -> None:
+    with pytest.raises(ConfigError, match=r"^scheduler.kv_rules.allocate is given 2 times, and only the last would"):
+        simulate(ROWS, scheduler={"kv_rules": {"allocate": "whole"}, "kv_rules.allocate": "chunk"})
+
+
 def test_the_run_that_is_returned_is_the_one_in_its_folder(tmp_path: Path) -> None:
     for name, settings in (("rows", {}), ("transformed", {"sampling": {"max_tokens": None}, "seed": 7})):
         run = simulate(ROWS, folder=tmp_path / name, **SMALL, **settings)

@@ -43,11 +43,11 @@ def test_options_are_swept_by_a_pattern(tmp_path: Path, say: Say) -> None:
 
 
 def test_mappings_of_a_group_are_swept(tmp_path: Path, say: Say) -> None:
-    sweep(say, tmp_path / "s", "cache={block_size: 8},{block_size: 16}").success()
-    assert {run.config["cache"]["block_size"] for run in load_sweep(tmp_path / "s").runs} == {8, 16}
-    wrong = sweep(say, tmp_path / "t", "cache={block_size: 8},{blok_size: 16}").error()
+    sweep(say, tmp_path / "s", "cache={watermark: 0.1},{watermark: 0.2}").success()
+    assert {run.config["cache"]["watermark"] for run in load_sweep(tmp_path / "s").runs} == {0.1, 0.2}
+    wrong = sweep(say, tmp_path / "t", "cache={watermark: 0.1},{blok_size: 16}").error()
     assert wrong.startswith("unknown key 'cache.blok_size'")
-    wrong = sweep(say, tmp_path / "t", "cache={block_size: 8},3").error()
+    wrong = sweep(say, tmp_path / "t", "cache={watermark: 0.1},3").error()
     assert wrong == "cache=3 is no name of an option; expected key=value, and for cache one of: default"
 
 

@@ -85,10 +85,13 @@ def keys_in(override: str) -> Counter[str]:
 
 def _counted(node: Any, key: str) -> Counter[str]:
     """Counts the keys in a part of the grammar's tree: those of a mapping and of a list's items add up, and of the
-    values of a sweep each is a run of its own."""
+    values of a sweep each is a run of its own. A class is one value, whose parameters may be changed or swept."""
     if isinstance(node, OverrideParser.DictContainerContext):
         pairs = [(pair.element(), f"{key}.{pair.dictKey().getText().strip()}") for pair in node.dictKeyValuePair()]
-        return sum(starmap(_counted, pairs), Counter[str]())
+        counts = sum(starmap(_counted, pairs), Counter[str]())
+        if f"{key}._target_" not in counts:
+            return counts
+        return Counter([key]) + Counter({name: num for name, num in counts.items() if num > 1})
     if isinstance(node, OverrideParser.ListContainerContext):
         items = [(item, f"{key}[{index}]") for index, item in enumerate(node.element())]
         return sum(starmap(_counted, items), Counter([key]))

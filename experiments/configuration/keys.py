@@ -193,6 +193,9 @@ class Keys:
             first, dot, rest = str(error.key).partition(".")
             if dot and item is None:
                 return f"{place}unknown key {typed!r}; in a file a key is below its group, as {first}: {{{rest}: …}}"
+            if dot:
+                own = error.key if error.key in self.all else typed
+                return f"unknown key {typed!r}; in a mapping no key has a dot: nest mappings, or give {own}=… by itself"
             return place + (
                 (item is None and not place and self._set_by_overlay(typed))
                 or self._unknown(typed, key.rpartition(".")[0], error.parent_node)

@@ -199,6 +199,12 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["slo.itl_max_s=1", "record.token_times=false"], "slo.itl_max_s is 1, and with record.token_times=false no g"),
         (["experiment=watermark", "cache.watermrak=1"],
          "unknown key 'cache.watermrak'; did you mean 'cache.watermark'"),
+        (["scheduler={kv_rules.allocate: whole}"],
+         "unknown key 'scheduler.kv_rules.allocate'; in a mapping no key has a dot: nest mappings, or give "
+         "scheduler.kv_rules.allocate=… by itself"),
+        (["cache={cache.num_gpu_blocks: 1500}"],
+         "unknown key 'cache.cache.num_gpu_blocks'; in a mapping no key has a dot: nest mappings, or give "
+         "cache.num_gpu_blocks=… by itself"),
     ],
 )  # fmt: skip
 def test_what_hydra_does_not_say_well_is_said_before_it_composes(
@@ -249,6 +255,8 @@ def test_what_hydra_does_not_say_well_is_said_before_it_composes(
                     "scheduler={kv_rules: {allocate: chunk}}",
                 ),
                 ("report.plots[1].a", "report={plots: [{_target_: b.c, a: 1}, {a: 1, a: 2}]}"),
+                ("scheduler.victim", "scheduler={victim: {_target_: b.c}}", "scheduler.victim={_target_: b.d}"),
+                ("scheduler.victim.a", "scheduler={victim: {_target_: b.c, a: 1, a: 2}}"),
                 ("report.plots", "report={plots: [{_target_: b.c, a: 1}]}", "report.plots=[]"),
             )
         ],
@@ -270,7 +278,7 @@ def test_a_key_that_is_given_twice_is_refused(
 def test_a_mapping_may_stand_beside_keys_that_it_does_not_give() -> None:
     given = [
         "scheduler={kv_rules: {allocate: whole}}", "scheduler.kv_rules.full_length_must_fit=true",
-        "scheduler.queue_order={_target_: mine.Order, x: 1}", "scheduler.queue_order.y=2", "cache=default",
+        "scheduler.queue_order={_target_: mine.Order, x: 1}", "scheduler.queue_order.x=2", "cache=default",
         "cache.block_size=8", "trace={transforms: [{name: thin, fraction: 0.9}, {name: thin, fraction: 0.8}]}",
         "report.question='{a: 1, a: 2}'", "cost={step_s: 1},{step_s: 2}", "record={}", "slo=",
     ]  # fmt: skip

@@ -27,7 +27,15 @@ from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.keys import PLAIN, Keys, too_large
 from experiments.configuration.on_device import check_device
 from experiments.configuration.options import is_shipped, options
-from experiments.configuration.overrides import check, chooses, covering, is_hydras, is_value, refuse_repeated
+from experiments.configuration.overrides import (
+    check,
+    chooses,
+    covering,
+    is_hydras,
+    is_value,
+    naming_sweeps,
+    refuse_repeated,
+)
 from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
 from testbed.errors import ConfigError
@@ -58,10 +66,11 @@ def compose_raw(overrides: list[str]) -> dict[str, Any]:
 def check_values(overrides: Sequence[str], *, is_sweep: bool = False) -> Keys:
     """Returns the keys of the chosen options. Raises ConfigError with a one-line message for an override that Hydra's
     app could not apply. is_sweep: whether a key may have several values, all of which are checked."""
-    keys = check(overrides, is_sweep=is_sweep)
-    for point in covering(overrides, keys):
-        own = check(point)  # of several options only one has the file of which an error is
-        _laid(_chosen(point, own), point, own)
+    with naming_sweeps(overrides):
+        keys = check(overrides, is_sweep=is_sweep)
+        for point in covering(overrides, keys):
+            own = check(point)  # of several options only one has the file of which an error is
+            _laid(_chosen(point, own), point, own)
     return keys
 
 

@@ -98,10 +98,36 @@ def test_also_where_an_overlay_sweeps_the_options(tmp_path: Path, say: Say) -> N
     say("run", *both, "cost.kernel_launch_ns=4000").success()
     assert sorted(run.config["seed"] for run in load_sweep(tmp_path / "s").runs) == [0, 0, 7, 7]
     wrong = say("run", *study('cache.blok_size: "8,16"')).error()
-    assert wrong.startswith("unknown key 'cache.blok_size'; did you mean 'cache.block_size'?")
+    file = tmp_path / "experiment" / "mine.yaml"
+    assert wrong.startswith(f"{file}: unknown key 'cache.blok_size'; did you mean 'cache.block_size'?")
     for given in ("scheduler.watermark=0.5", "++scheduler.watermark=0.5"):
         said = say("run", *study('scheduler.watermark: "0.1,0.2", seed: "0,1"'), given).success()
         assert "complete     2 points: " in said, "what is given is not swept"
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ('sead: "0,1"', "unknown key 'sead'; did you mean 'seed'?"),
+        ("seed: ''", "seed is ''; it must be a whole number"),
+        ("seed: true", "seed is 'True'; it must be a whole number"),
+        ('seed: "0,1", Seed: "0,1"', "unknown key 'Seed'; did you mean 'seed'?"),
+        ('seed: "0,("', "cannot read the override 'seed=0,('"),
+        ('scheduler: "nope,orca"', "scheduler has no option 'nope'"),
+    ],
+)
+def test_an_error_in_what_a_file_sweeps_names_it(tmp_path: Path, say: Say, params: str, said: str) -> None:
+    text = f"# @package _global_\nhydra: {{mode: MULTIRUN, sweeper: {{params: {{{params}}}}}}}\n"
+    file = option(tmp_path, "experiment/mine", text)
+    run = ("run", f"--config-dir={tmp_path}", "experiment=mine", f"hydra.sweep.dir={tmp_path / 's'}")
+    assert say(*run).error().startswith(f"{file}: {said}")
+
+
+def test_an_error_in_what_is_typed_names_no_file(tmp_path: Path, say: Say) -> None:
+    option(tmp_path, "experiment/mine", "# @package _global_\nhydra: {sweeper: {params: {seed: '0,1'}}}\n")
+    for typed in ("seed=x", "cache.block_size=x"):
+        said = say("run", "-m", f"--config-dir={tmp_path}", "experiment=mine", typed).error()
+        assert said == f"{typed.partition('=')[0]} is 'x'; it must be a whole number"
 
 
 @pytest.mark.parametrize("value", ["null", "0.001", "", "'1e3'", '"l\'été, 2.json"', '"a b=c.json"', "[1,2]", "{a:1}"])

@@ -139,12 +139,16 @@ class Keys:
         is_given = any(_is_among(item.key_or_group, [key]) for item in items)
         return "" if is_given or key not in self.places else self.places[key][0]
 
-    def check_overlays(self) -> None:
-        """Raises ConfigError for an overlay of the user's own without its first line."""
+    def check_packages(self) -> None:
+        """Raises ConfigError for an overlay of the user's own without its first line, and for another file with it that
+        begins with an option of its group: that would be laid on the whole."""
         for group, _, file in self.own_files():
-            read_option(file)  # raises an error if it is not YAML
-            if group == OVERLAYS and _PACKAGE.search(file.read_text(encoding="utf-8")) is None:
+            begins = needed_by(read_option(file), group)  # raises an error if it is not YAML
+            package = _PACKAGE.findall(file.read_text(encoding="utf-8"))[:1]
+            if group == OVERLAYS and not package:
                 raise ConfigError(f"{file}: an overlay begins with the line '# @package _global_'")
+            if group in GROUPS and begins and package == ["_global_"]:
+                raise ConfigError(f"{file}: its keys are those of {group}; leave out its # @package line")
 
     def check_taken(self, key: str, text: str, place: str = "") -> None:
         """Raises ConfigError if the text of a value interpolates a key that does not exist."""

@@ -49,7 +49,7 @@ def check(overrides: Sequence[str], *, chosen: Mapping[str, str | None] | None =
             )
     keys = _keys(items, library_of(overrides), chosen or {})
     keys.refuse_hidden()
-    keys.check_overlays()
+    keys.check_packages()
     keys.refuse_bases()
     for key, (place, text) in keys.places.items():
         keys.check_taken(key, text, place)

@@ -149,6 +149,11 @@ def test_a_fit_of_ours_is_no_fit_of_a_device_or_model_that_begins_with_its_own(t
          "cache=default is the shipped option of that name"),
         ({"device/h100": "", "device/a": "defaults: [h100, _self_]"}, ["device=a"],
          "device=h100 is the shipped option of that name"),
+        *[
+            ({f"{group}/a": f"# @package _global_\ndefaults: [{base}, _self_]"}, [f"{group}=a"],
+             f"a.yaml: its keys are those of {group}; leave out its # @package line")
+            for group, base in (("device", "h100"), ("scheduler", "orca"), ("cache", "default"))
+        ],
         ({"device/a": "defaults: [a, _self_]"}, ["device=a"], "a.yaml begins with itself (a → a); begin with another"),
         ({"device/a": "defaults: [b]", "device/b": "defaults: [a]"}, ["device=a"], "begins with itself (a → b → a)"),
         *[

@@ -311,7 +311,8 @@ def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
 
 def _run_from(source: str, overrides: list[str]) -> int:
     """Repeats the run of a folder with overrides applied to its configuration."""
-    source = str(parsed(f"from={source}").value()) if source.startswith(("'", '"')) else os.path.expanduser(source)
+    source = str(parsed(f"from={source}").value()) if source.startswith(("'", '"')) else source
+    source = os.path.expanduser(source)
     if not source:
         raise ConfigError("from= needs the folder of a run")
     for item in overrides:

@@ -136,6 +136,14 @@ def test_a_folder_s_name_has_any_characters(tmp_path: Path, say: Say, quotes: st
     assert len(load_sweep(tmp_path / f"{name}s").runs) == 2
 
 
+@pytest.mark.parametrize("quotes", ["", "'", '"'])
+def test_a_run_in_the_home_folder_is_found(
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch, quotes: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert f"no run at {tmp_path / 'nope'}: " in say("run", f"from={quotes}~/nope{quotes}").error()
+
+
 @pytest.mark.parametrize("name", ["é.jsonl", "rate=8.jsonl", "rows (1).jsonl", "~/#1.jsonl"])
 def test_a_file_s_name_has_any_characters_but_a_comma(here: Path, say: Say, name: str) -> None:
     (here / "~").mkdir()

@@ -202,8 +202,9 @@ def test_the_simulator_needs_lengths(say, tmp_path):
 
 
 def test_what_the_model_ends_is_bounded_by_its_own_parameter(say, tmp_path):
-    free = [*TINY, *SHORT, *REAL, "trace.forced=nothing", "sampling.ignore_eos=true", "trace.output.kind=constant"]
-    cut = ["trace.output.value=9", "trace.output.min_tokens=1", "sampling.max_tokens=2"]
+    output = "trace.output={kind: constant, min_tokens: 2, max_tokens: 8}"
+    free = [*TINY, *SHORT, *REAL, "trace.forced=nothing", "sampling.ignore_eos=true", output]
+    cut = ["trace.output={kind: constant, value: 9, min_tokens: 1, max_tokens: 8}", "sampling.max_tokens=2"]
     said = say("run", *free, *cut, f"hydra.run.dir={tmp_path / 'cut'}")
     assert "trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace" in said.out
     said = say("run", *free, "cache.num_gpu_blocks=4", f"hydra.run.dir={tmp_path / 'small'}")

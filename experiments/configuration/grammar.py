@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from functools import cache, reduce
-from itertools import starmap
+from functools import cache
 from numbers import Number
-from operator import or_
 from os import PathLike
 from typing import Any
 
-from antlr4 import CommonTokenStream, InputStream
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
-from hydra.grammar.gen.OverrideLexer import OverrideLexer
-from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown
@@ -71,32 +65,21 @@ def is_text(override: str, text: str) -> bool:
     return item is not None and not item.is_sweep_override() and item.value() == text
 
 
-def keys_in(override: str) -> Counter[str]:
-    """Returns the override's key and the dotted keys in its mapping, with the number of times that one value of the
-    override gives each. Raises ConfigError for a mapping that cannot be read."""
-    own = Counter([override.partition("=")[0].lstrip("+")])
+def keys_in(override: str) -> set[str]:
+    """Returns the override's key and the dotted keys of a mapping that it gives, or of those that it sweeps. A class is
+    one value, whose parameters may be changed beside it. Raises ConfigError for a mapping that cannot be read."""
+    key = override.partition("=")[0].lstrip("+")
     if "{" not in override:
-        return own
-    parsed(override)  # raises
-    parser: Any = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(readable(override)))))
-    value = parser.override().value()
-    return own if value is None else own | _counted(value, *own)
+        return {key}
+    value = parsed(override).value()
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    return {key}.union(*(_dotted(one, key) for one in values))
 
 
-def _counted(node: Any, key: str) -> Counter[str]:
-    """Counts the keys in a part of the grammar's tree: those of a mapping and of a list's items add up, and of the
-    values of a sweep each is a run of its own. A class is one value, whose parameters may be changed or swept."""
-    if isinstance(node, OverrideParser.DictContainerContext):
-        pairs = [(pair.element(), f"{key}.{pair.dictKey().getText().strip()}") for pair in node.dictKeyValuePair()]
-        counts = sum(starmap(_counted, pairs), Counter[str]())
-        if f"{key}._target_" not in counts:
-            return counts
-        return Counter([key]) + Counter({name: num for name, num in counts.items() if num > 1})
-    if isinstance(node, OverrideParser.ListContainerContext):
-        items = [(item, f"{key}[{index}]") for index, item in enumerate(node.element())]
-        return sum(starmap(_counted, items), Counter([key]))
-    parts = node.getChildren() if node.getChildCount() else ()
-    return reduce(or_, [_counted(part, key) for part in parts] or [Counter([key])])
+def _dotted(value: Any, key: str) -> set[str]:
+    if not isinstance(value, dict) or "_target_" in value:
+        return {key}
+    return set[str]().union(*(_dotted(one, f"{key}.{name}") for name, one in value.items()))
 
 
 def literal(value: Any, key: str = "a value") -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def searched(overrides: Sequence[str]) -> list[str]:
 def refuse_repeated(arguments: Iterable[str]) -> None:
     """Raises ConfigError if a command gives a key more than once, also within mappings."""
     items = [item for item in arguments if "=" in item and not item.startswith("-")]
-    for key, num in sum(map(keys_in, items), Counter[str]()).items():
+    for key, num in Counter(chain.from_iterable(map(keys_in, items))).items():
         if num > 1:
             given = [item.partition("=") for item in items]
             values = ",".join(value.strip("[]") for name, _, value in given if name.lstrip("+") == key)

@@ -99,7 +99,7 @@ def answer(
         return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
         return _descriptions(groups, slo, most)
-    share = "" if slo is None else kept(groups, slo)
+    share = "" if slo is None else kept(groups, slo, margin)
     of_slo = [f"{_as_sentence(share)}."] if share else []
     changes = _differences(groups, slo, question, margin, most - len(of_slo))
     return [*changes, *of_slo] if asks_beside_slo(question) else [*of_slo, *changes]

@@ -9,15 +9,16 @@ from analysis import format as fmt
 from analysis.comparison.arms import Arm, grouped, replicates
 from analysis.comparison.compare import SLO_METRICS, mean_over_replicates
 from analysis.comparison.effects import Compared
+from analysis.comparison.wording import no_more_than
 from analysis.measures.metrics import SLO
 
 _MAX_LOADS, _MAX_SHARES = 4, 4  # loads that differ in it, and shares, for which the attainment is stated
 _names = partial(fmt.names, most=4)
 
 
-def kept(groups: Sequence[Compared], slo: SLO) -> str:
+def kept(groups: Sequence[Compared], slo: SLO, margin: float) -> str:
     """The share of requests that keep the SLO, for each arm, at the first few loads; empty if none is known."""
-    told = {group.load: text for group in groups if (text := _kept_at(group, slo))}
+    told = {group.load: text for group in groups if (text := _kept_at(group, slo, margin))}
     by_text = list(grouped(told, lambda load: told[load]).items())
     parts = [f"at {fmt.listing(loads)}, {text}" if any(loads) else text for text, loads in by_text[:_MAX_LOADS]]
     if left := sum(len(loads) for _, loads in by_text[_MAX_LOADS:]):
@@ -25,7 +26,7 @@ def kept(groups: Sequence[Compared], slo: SLO) -> str:
     return "; ".join(parts)
 
 
-def _kept_at(group: Compared, slo: SLO) -> str:
+def _kept_at(group: Compared, slo: SLO, margin: float) -> str:
     share = SLO_METRICS[0]
     known = {arm.name: mean_over_replicates(arm, share, slo) for arm in group.arms}
     values = {name: value for name, value in known.items() if value is not None}
@@ -43,9 +44,9 @@ def _kept_at(group: Compared, slo: SLO) -> str:
     said = f"{_names(best)} {'keep' if len(best) > 1 else 'keeps'} the SLO for {most} of the requests{over}"
     if len(by_share) <= _MAX_SHARES:
         rest = [f"{_names(those)} for {text}" for text, those in others]
-        return f"{said}, {fmt.listing(rest)}{_how_sure(group, by_share)}"
+        return f"{said}, {fmt.listing(rest)}{_how_sure(group, by_share, margin)}"
     (least, worst) = others[-1]
-    how_sure = _how_sure(group, by_share, (most, least))
+    how_sure = _how_sure(group, by_share, margin, (most, least))
     return f"{said}, the most of {len(values)} arms, and {_names(worst)} for {least}, the least{how_sure}"
 
 
@@ -56,22 +57,23 @@ def over_replicates(arms: Sequence[Arm]) -> str:
     return f" in the mean over {span} replicates" if nums[-1] > 1 else ""
 
 
-def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], told: Sequence[str] = ()) -> str:
-    """A suffix on the arms that may differ from the baseline by noise only, or without an interval. told: the shares
-    that the sentence states; empty: all."""
+def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], margin: float, told: Sequence[str] = ()) -> str:
+    """A suffix on the arms that differ from the baseline by the noise or the margin at most, or without an interval.
+    told: the shares that the sentence states; empty: all."""
     base, rows = group.arms[0].name, {row.arm: row for row in group.rows if row.metric is SLO_METRICS[0]}
     shown = [text for text, names in by_share.items() if base not in names and (not told or text in told)]
     away = [name for text in shown for name in by_share[text] if name in rows]
     unclaimed = [name for name in away if not rows[name].is_claim]
-    noise = [name for name in unclaimed if rows[name].verdict != "unknown"]
-    untested = [name for name in unclaimed if name not in noise and not rows[name].is_alike]
+    quiet = [name for name in unclaimed if rows[name].verdict != "unknown"]
+    untested = [name for name in unclaimed if name not in quiet and not rows[name].is_alike]
     of_all = [*group.rows, *(effect.comparison for effect in group.effects)]
     claims = [row for row in of_all if row.metric is SLO_METRICS[0] and row.is_claim]
     said = []
-    if noise and not untested and not claims:
-        said.append("no difference beyond the noise")
-    elif noise:
-        said.append(f"inside the noise against {base}: {_names(noise)}")
+    most = no_more_than({rows[name].verdict for name in quiet}, margin)
+    if quiet and not untested and not claims:
+        said.append(f"no difference beyond {most}")
+    elif quiet:
+        said.append(f"inside {most} against {base}: {_names(quiet)}")
     if untested:
         of = "" if untested == away else f" of {_names(untested)}"
         said.append(f"no interval of the difference{of} is known")

@@ -51,7 +51,9 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
     base, one, other = (arm.name for arm in arms)
     cases: tuple[tuple[Verdict, Verdict, str], ...] = (
         ("lower", "lower", ""),
-        ("inside the noise", "equivalent", " (no difference beyond the noise)"),
+        ("inside the noise", "equivalent", " (no difference beyond the noise or ±2 %)"),
+        ("equivalent", "equivalent", " (no difference beyond ±2 %)"),
+        ("lower", "equivalent", f" (inside ±2 % against {base}: {other})"),
         ("lower", "inside the noise", f" (inside the noise against {base}: {other})"),
         ("lower", "unknown", f" (no interval of the difference of {other} is known)"),
         ("unknown", "unknown", " (no interval of the difference is known)"),

@@ -4,7 +4,7 @@ interval."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, grouped
@@ -24,6 +24,7 @@ from analysis.comparison.compare import (
 from analysis.comparison.effects import Compared
 from analysis.load import Run
 from analysis.measures.metrics import SLO
+from analysis.naming import apart
 from analysis.reports.keeping_slo import over_replicates
 
 _WORDS = {
@@ -67,6 +68,13 @@ def _named(words: Mapping[str, Sequence[str]], said: str) -> list[str]:
     ]
 
 
+def names_arm(arm: str, base: str, question: str) -> bool:
+    """Whether the question has the level of a setting that sets the arm apart from the baseline, as "edf" of "queue
+    order edf"."""
+    levels = [one.split()[-1].casefold() for one in apart(arm, base)[0].split(", ")]
+    return any(re.search(rf"(?<![\w.]){re.escape(level)}(?!\w)", question.casefold()) for level in levels)
+
+
 def asks_beside_slo(question: str) -> bool:
     """Whether the question names metrics, and neither goodput nor attainment."""
     is_beside = any(is_asked(metric, question) for metric in (*LATENCY, *RATES))
@@ -94,8 +102,17 @@ def observed(groups: Sequence[Compared], question: str, slo: SLO | None) -> list
     untested, said = without_interval(rows, question), question.casefold()
     alone = [metric for metric in (*LATENCY, DEADLINES) if not rows and is_asked(metric, question)]
     unjudged = [metric for words, metrics in _UNJUDGED.items() if re.search(words, said) for metric in metrics]
+    parts = values_of([*untested, *alone, *unjudged], groups, slo, untested)
+    over = over_replicates([arm for group in groups for arm in group.arms])
+    return [f"Observed{over}, without an interval: {'; '.join(parts)}."] if parts else []
+
+
+def values_of(
+    metrics: Sequence[Metric], groups: Sequence[Compared], slo: SLO | None, untested: Container[Metric] = ()
+) -> list[str]:
+    """Each metric's name with the arms' values at the first few loads; after a few metrics, how many are left."""
     parts = []
-    for metric in (*untested, *alone, *unjudged):
+    for metric in metrics:
         told = [(group.load, text) for group in groups if (text := _values(metric, group.arms, slo))]
         texts = [f"at {load}: {text}" if load else text for load, text in told[:_MAX_LOADS]]
         if (left := len(told) - _MAX_LOADS) > 0:
@@ -104,8 +121,7 @@ def observed(groups: Sequence[Compared], question: str, slo: SLO | None) -> list
         parts += [f"{metric.label} {'; '.join(texts)}{more}"] if texts else []
     if (left := len(parts) - _MAX_METRICS) > 0:
         parts[_MAX_METRICS:] = [f"{fmt.count(left, 'more metric')} {'is' if left == 1 else 'are'} in the tables"]
-    over = over_replicates([arm for group in groups for arm in group.arms])
-    return [f"Observed{over}, without an interval: {'; '.join(parts)}."] if parts else []
+    return parts
 
 
 def _values(metric: Metric, arms: Sequence[Arm], slo: SLO | None) -> str:

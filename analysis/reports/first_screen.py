@@ -40,7 +40,7 @@ from analysis.comparison.wording import cells_text, change_text, no_more_than, r
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import apart, factor_name, level_text
-from analysis.reports.asked import asks_beside_slo, is_asked
+from analysis.reports.asked import asks_beside_slo, is_asked, values_of
 from analysis.reports.findings import CLAIMS
 from analysis.reports.keeping_slo import kept
 from analysis.reports.keeping_up import judged, serves_nothing, who
@@ -123,7 +123,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
     ranked = _turning(claimed, question)
     for (is_beside, size, at, text), arms in changes.items():
         who_are = arms[0] if len(arms) == 1 else fmt.names(arms, _MAX_NAMED)
-        ranked.append((is_beside, size, _under(at, f"{who_are}{text}")))
+        ranked.append((is_beside, size, under(at, f"{who_are}{text}")))
     ranked.sort(key=lambda item: item[:2])
     best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo, margin))]
     said = [text for *_, text in ranked]
@@ -131,11 +131,13 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
     said = [*best[:num_first], *said, *best[num_first:]]
     same = _same(groups)
     every = [one for _, one in quiet]
+    pooled = "over all requests, " if any(group.classes for group in groups) else ""
     if not said and any(one.lacks_data(margin) for one in every):
-        return [*same, _under(_over(every), _too_little(every, margin))]
+        return [*same, under(_over(every), f"{pooled}{_too_little(every, margin)}")]
     if not said and not same and quiet:
-        beyond = f"{_no_more_than(every, margin)}{_preempted(every)}"
-        return [_under(_over(every), f"nothing that was compared differs beyond {beyond}{_without_interval(every)}")]
+        beyond = f"{_no_more_than(every, margin)}{_preempted(every)}{_asked_values(groups, question, slo)}"
+        text = f"{pooled}nothing that was compared differs beyond {beyond}{_without_interval(every)}"
+        return [under(_over(every), text)]
     most -= len(same)
     if len(said) > most:
         num_told = max(1, most - 1)
@@ -143,7 +145,15 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
         more = f"{fmt.count(left, 'more difference')} {'is' if left == 1 else 'are'} below, under “All findings”."
         told = [*said[:num_told], more] if most > 1 else [f"{said[0].removesuffix('.')}; {more}"]
         return [*told, *same]
-    return [*said, *same, *_quiet(quiet, {subject for subject, _ in claimed}, margin)[: most - len(said)]]
+    return [*said, *same, *_quiet(quiet, {subject for subject, _ in claimed}, margin, pooled)[: most - len(said)]]
+
+
+def _asked_values(groups: Sequence[Compared], question: str, slo: SLO | None) -> str:
+    """A suffix with the arms' values of tested metrics that the question names; the attainment has a sentence."""
+    rows = [row for group in groups for row in group.rows if row.verdict != "unknown"]
+    metrics = dict.fromkeys(row.metric for row in rows if is_asked(row.metric, question))
+    parts = values_of([metric for metric in metrics if metric is not SLO_METRICS[0]], groups, slo)
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def _preempted(subjects: Sequence[_Subject]) -> str:
@@ -183,8 +193,9 @@ def _no_more_than(subjects: Sequence[_Subject], margin: float) -> str:
     return no_more_than({row.verdict for subject in subjects for row in subject.rows}, margin)
 
 
-def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str], margin: float) -> list[str]:
-    """Sentences on comparisons without a difference: first on those that have none under any conditions."""
+def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str], margin: float, pooled: str) -> list[str]:
+    """Sentences on comparisons without a difference: first on those that have none under any conditions. pooled: a
+    prefix where requests are of several classes."""
     by_at: dict[str, dict[str, list[_Subject]]] = {"": {}}
     for at, subject in quiet:
         name = subject.average + subject.name
@@ -197,19 +208,19 @@ def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str], margi
         names = fmt.listing([name.removeprefix(average) for name in subjects])
         names = f"{average}{names}" if len(subjects) <= _MAX_NAMED else f"{len(subjects)} more comparisons"
         none = f"no difference beyond {_no_more_than(every, margin)}{_preempted(every)}"
-        text = f"{names} show{'s' * (len(subjects) == 1)} {none}{_without_interval(every)}"
-        found += [_under(at or _over(every), text)] if subjects else []
+        text = f"{pooled}{names} show{'s' * (len(subjects) == 1)} {none}{_without_interval(every)}"
+        found += [under(at or _over(every), text)] if subjects else []
     return found
 
 
-def _under(at: str, text: str) -> str:
+def under(at: str, text: str) -> str:
     """A sentence with the conditions under which it holds."""
     return f"{at[0].upper()}{at[1:]}, {text}." if at else f"{_as_sentence(text)}."
 
 
 def _as_sentence(text: str) -> str:
     """The text with a capital letter, unless it begins with an arm's name."""
-    is_word = text.startswith(("at ", "no ", "every ", "on average ", "nothing ", "there is "))
+    is_word = text.startswith(("at ", "no ", "every ", "on average ", "nothing ", "there is ", "over all "))
     return f"{text[0].upper()}{text[1:]}" if is_word else text
 
 
@@ -248,11 +259,11 @@ def _changes(subject: _Subject, question: str, margin: float) -> list[tuple[bool
         ordered = sorted(subject.by_cell, key=rank)
         texts = [cells_text(effect, change_text) for effect in ordered[:_MAX_CLAIMS]]
         is_beside, size = _rank([(one.comparison.metric, _largest(one)) for one in ordered], question)
-        if not subject.claims and (quiet := _told(subject.rows, question, margin)):
+        if not subject.claims and (quiet := told_of(subject.rows, question, margin)):
             texts.append(f"{subject.average}{quiet}")
         found.append((is_beside, size, f"{subject.name}: {'; '.join(texts)}"))
     if claims := subject.claims:
-        text = f"{subject.average}{subject.name}: {_told(subject.rows, question, margin)}{subject.hidden}"
+        text = f"{subject.average}{subject.name}: {told_of(subject.rows, question, margin)}{subject.hidden}"
         found.append((*_rank([(row.metric, row.size) for row in claims], question), text))
     return found
 
@@ -327,8 +338,8 @@ def _described(group: Compared, slo: SLO | None) -> str:
     """The results of the only arm, as means over its replicates."""
     (arm,) = group.arms
     runs = list(replicates(arm).values())
-    manifest, told_of = runs[0].manifest, (*LATENCY, *RATES, *SLO_METRICS)
-    values = {metric.label: metric.write(mean_over_replicates(arm, metric, slo)) for metric in told_of}
+    manifest, metrics = runs[0].manifest, (*LATENCY, *RATES, *SLO_METRICS)
+    values = {metric.label: metric.write(mean_over_replicates(arm, metric, slo)) for metric in metrics}
     over = f", means over {len(runs)} replicates" if len(runs) > 1 else ""
     said = (
         f"{manifest.get('scheduler')} with {manifest.get('model')} on {manifest.get('device')} "
@@ -386,7 +397,7 @@ def _against(name: str, base: str) -> str:
     return f"{mine} against {theirs}{f' (both {both})' if both else ''}"
 
 
-def _told(rows: Sequence[Comparison], question: str, margin: float) -> str:
+def told_of(rows: Sequence[Comparison], question: str, margin: float) -> str:
     """The largest improvements and the largest losses, as text; where nothing is better, the largest changes. First the
     metrics that the question names, and last those of them that are inside the noise."""
     told: list[tuple[bool, str]] = []  # (whether the question names none of its metrics, text)
@@ -426,4 +437,4 @@ def _best_within(group: Compared, slo: SLO, margin: float) -> str:
     near = [row.arm for row in rows if row.verdict not in ("lower", "higher")]
     also = f"; {fmt.names(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
     text = f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}"
-    return _under(", ".join(conditions(group.load, group.arms)), text)
+    return under(", ".join(conditions(group.load, group.arms)), text)

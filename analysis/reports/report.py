@@ -61,7 +61,7 @@ from analysis.progress import progress
 from analysis.reports import fidelity_findings, findings, tables
 from analysis.reports.asked import absent, have_gaps, observed
 from analysis.reports.cautions import cautions, changed_sources, lost
-from analysis.reports.classes import class_tables, compared_classes, pooled_said
+from analysis.reports.classes import class_claims, class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
 from analysis.reports.figures import change_bars, main_figure, own_plots, run_plots
 from analysis.reports.first_screen import MAX_SENTENCES, answer
@@ -302,8 +302,10 @@ def _context(
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     question = report.question or ""
     values = observed(sections.compared, question, slo)
-    beside = [*pooled_said(sections.compared), *_lacks(runs, question, slo)]
+    beside = [*pooled_said(sections.compared, question), *_lacks(runs, question, slo)]
     most = MAX_SENTENCES - len(values) - len(beside)
+    said = answer(sections.compared, slo, question, report.margin, most)
+    said += class_claims(sections.compared, question, report.margin, most - len(said))
     return {
         "title": report.title,
         "question": report.question or default_question(compared, baseline),
@@ -320,7 +322,7 @@ def _context(
             *sections.notes,
             *cautions(groups, report.margin, report.replicated, report.pairs),
         ],
-        "answer": [*values, *answer(sections.compared, slo, question, report.margin, most), *beside],
+        "answer": [*values, *said, *beside],
         "main_figure": main_figure(sections),
         "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs),

@@ -12,10 +12,11 @@ import pytest
 
 from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, compare, of_classes
-from analysis.comparison.effects import Compared
+from analysis.comparison.effects import Compared, Effect
 from analysis.load import Run, load_run
 from analysis.measures.metrics import SLO
-from analysis.reports.classes import pooled_said
+from analysis.reports.classes import class_claims, pooled_said
+from analysis.reports.first_screen import answer
 from analysis.reports.report import report_from_folders
 from tests.analysis.runs import change_requests, write_run
 
@@ -84,6 +85,42 @@ def test_a_class_that_gains_while_all_requests_lose_is_told(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_where_all_requests_show_nothing_the_claims_in_classes_are_told_and_first_of_the_arm_asked_for(tmp_path):
+    for seed in range(4):
+        with_classes(tmp_path / "runs" / f"base-{seed}", 2, seed=seed)
+        with_classes(tmp_path / "runs" / f"other-{seed}", 2, (0.4, 4.0), chunked=False, seed=seed)
+    arms = infer_arms([load_run(folder) for folder in sorted((tmp_path / "runs").iterdir())])
+    names = "queue order fcfs", "queue order edf", "queue order edf_chat", "queue order priority"
+    arms = [replace(arms[index > 0], name=name) for index, name in enumerate(names)]
+    metrics = of_classes([run for arm in arms for run in arm.runs], with_slo=False)
+    classes = {name: compare(arms, arms[0], of[:1]) for name, of in metrics.items()}
+    assert {row.claim for rows in classes.values() for row in rows} == {"better", "worse"}
+    quiet = [replace(row, verdict="inside the noise") for row in compare(arms, arms[0], LATENCY[:1])]
+    for rows in classes.values():
+        for index, row in enumerate(rows):
+            assert row.estimate is not None
+            rows[index] = replace(row, estimate=replace(row.estimate, value=(1 + index) * row.estimate.value))
+    group = Compared("", arms, quiet, (), classes)
+    told = class_claims([group], "Does edf meet more, and who pays?", 0.02, 3)
+    assert [text.partition(" against")[0] for text in told] == [names[1], names[3], names[2]]
+    assert told[0].startswith("queue order edf against queue order fcfs: for tenant v1.0, better in mean TTFT (")
+    assert "; for tenant v1.1, worse in mean TTFT (" in told[0]
+    assert "may hide one: queue order edf is " in pooled_said([group], "Does edf?")[0]
+    first, second = class_claims([group], "", 0.02, 2)
+    assert first.startswith(names[3])
+    assert second.endswith(". 1 more difference in classes is in their tables.")
+    assert class_claims([group], "", 0.02, 0) == []
+    claimed = [replace(row, verdict="higher") for row in quiet]
+    of_factor = [Effect("x.a", 0, 1, claimed[0], (), None)]
+    for said_already in (group._replace(rows=claimed), group._replace(effects=of_factor)):
+        only_gain, *_ = class_claims([said_already], "edf", 0.02, 3)
+        assert "worse" not in only_gain, "all requests together say so"
+    said, *_ = answer([group], None, "Which mean TTFT?")
+    assert said.startswith("Over all requests, nothing that was compared differs beyond the noise (mean TTFT ")
+    assert f" with {names[0]}" in said
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_a_class_that_a_replicate_lacks_is_compared_over_the_others(tmp_path):
     """Of a third replicate, which has one class only, nothing is in the tables of classes, and they say so."""
     for seed, num in enumerate((2, 2, 1)):
@@ -93,4 +130,5 @@ def test_a_class_that_a_replicate_lacks_is_compared_over_the_others(tmp_path):
     text = page.read_text()
     assert text.count("**Class tenant v1.1**") == 1
     assert "- These numbers pool the classes of requests (tenant v1.0 and tenant v1.1)" in text
+    assert ": for tenant v1.0, " in text.partition("## Answer")[2].partition("- These numbers")[0]
     assert "2 of 6 runs have no request of this class, and are left out here." in text

@@ -43,6 +43,7 @@ from analysis.measures.statistics import (
 )
 from analysis.measures.summary import summary_value
 from analysis.reading.rows import FloatArray
+from testbed.foreign_text import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +133,8 @@ FAIRNESS = (
 
 
 def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric, ...]]:
-    """Class ("tenant batch") -> its metrics, for each class that a run has; none if there are not several, or if some
-    runs have tenants and others priorities. See `measures.classes`."""
+    """Class ("tenant batch", without characters that steer a terminal) -> its metrics, for each class that a run has;
+    none if there are not several, or if some runs have tenants and others priorities. See `measures.classes`."""
     known = [classes for run in runs if (classes := run.summary.get("classes"))]
     names = dict.fromkeys(name for classes in known for name in classes["num_requests"])
     if len({classes["by"] for classes in known}) != 1:
@@ -142,7 +143,7 @@ def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric
     share, met = replace(SLO_METRICS[0], path="attainment"), replace(DEADLINES, path="deadlines_met")
     with_deadlines = {name for classes in known for name in classes["deadlines_met"] or ()}
     return {
-        f"{known[0]['by']} {name}": tuple(
+        visible(f"{known[0]['by']} {name}"): tuple(
             replace(metric, path=f"{_OF_CLASS}{metric.path}.{name}")
             for metric in (*metrics, *([share] * with_slo), *([met] * (name in with_deadlines)))
         )

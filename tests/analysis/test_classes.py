@@ -121,6 +121,20 @@ def test_where_all_requests_show_nothing_the_claims_in_classes_are_told_and_firs
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_names_of_tenants_steer_no_terminal(tmp_path):
+    named = {"v1.0": "\x1b[31mred", "v1.1": "tab\tnl\nx"}
+    for name, chunked in (("base", True), ("other", False)):
+        folder = with_classes(tmp_path / "runs" / name, 2, chunked=chunked).path
+        change_requests(folder, lambda _, row: row.update(tenant=named[row["tenant"]]) or 1.0)
+    page = report_from_folders([tmp_path / "runs"], tmp_path / "report.html")
+    for file in (page, page.with_suffix(".md")):
+        text = file.read_text().replace("\\\\", "\\")
+        assert "Class tenant \\x1b[31mred" in text
+        assert "(tenant \\x1b[31mred and tenant tab\\tnl\\nx)" in text
+        assert not {"\x1b", "\t"} & set(text)
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_a_class_that_a_replicate_lacks_is_compared_over_the_others(tmp_path):
     """Of a third replicate, which has one class only, nothing is in the tables of classes, and they say so."""
     for seed, num in enumerate((2, 2, 1)):

@@ -37,11 +37,10 @@ def explain_request(run: Run, request_id: str) -> str:
     stretches = told.follower.stretches()
     row = told.requests[told.requests["request_id"] == request_id].iloc[0]
     preempted = [one for one in told.follower.preempted if one.request_id == request_id]
-    block_size = int(run.manifest["block_size"])
     waits = [one for one in stretches if one.state in _WAITS]
     named = sorted(sorted(waits, key=_ns, reverse=True)[:MAX_SENTENCES], key=lambda one: one.start_ns)
-    lines = _answer(request_id, stretches, waits, preempted, row, block_size)
-    lines += ["", *_arrival(row, run), *(f"- {_wait(one, row, block_size)}" for one in named)]
+    lines = _answer(request_id, stretches, waits, preempted, row, run)
+    lines += ["", *_arrival(row, run), *(f"- {_wait(one, row, run)}" for one in named)]
     if len(waits) > len(named):
         rest = sum(map(_ns, waits)) - sum(map(_ns, named))
         lines.append(f"- {count(len(waits) - len(named), 'shorter wait')}, {seconds(rest / 1e9)} in all")
@@ -50,7 +49,7 @@ def explain_request(run: Run, request_id: str) -> str:
 
 
 def _answer(
-    name: str, stretches: list[Stretch], waits: list[Stretch], preempted: list[Preempted], row: Any, block_size: int
+    name: str, stretches: list[Stretch], waits: list[Stretch], preempted: list[Preempted], row: Any, run: Run
 ) -> list[str]:
     total, life = sum(map(_ns, waits)), sum(map(_ns, stretches))
     if not life:
@@ -68,7 +67,7 @@ def _answer(
     more = f", and {count(len(causes) - 3, 'more cause')}" if len(causes) > 3 else ""
     first = f"{name} waited {seconds(total / 1e9)} of its {seconds(life / 1e9)} in the system ({share(total / life)}): "
     longest = max(waits, key=_ns)
-    where = f"Its longest stretch of waiting for one cause: {_wait(longest, row, block_size)}."
+    where = f"Its longest stretch of waiting for one cause: {_wait(longest, row, run)}."
     return [f"{first}{said}{more}{_place(name, waits)}.", where, _preempted(preempted, life)]
 
 
@@ -96,7 +95,7 @@ def _preempted(preempted: list[Preempted], life: int) -> str:
     )
 
 
-def _wait(one: Stretch, row: Any, block_size: int) -> str:
+def _wait(one: Stretch, row: Any, run: Run) -> str:
     """One stretch of a wait: how long, when, for what, behind which request, and which requests held the resource."""
     first, last = one.first_step, one.last_step
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -109,16 +108,27 @@ def _wait(one: Stretch, row: Any, block_size: int) -> str:
     if one.cause in (IN_FLIGHT, NEVER_FITS):
         return text
     if one.cause in _OF_BLOCKS:
-        low, high, needed = one.least_free_blocks, one.most_free_blocks, math.ceil(one.num_wanted / block_size)
+        low, high = one.least_free_blocks, one.most_free_blocks
+        needed = math.ceil(one.num_wanted / int(run.manifest["block_size"]))
         text += f": {low if low == high else f'{low} to {high}'} {were(high)} free"
         if is_head and one.cause == "kv_blocks":
             text += f", its {count(one.num_wanted, 'token')} {'fills' if one.num_wanted == 1 else 'fill'} {needed}"
-            text += " and the watermark, or room to grow, stays free" if low >= needed else ""
+            text += f" and the watermark{_watermark(run)}, or room to grow, stays free" if low >= needed else ""
     if one.cause in ("token_budget", "partial_prefills") and one.takers:
         takers = sorted(one.takers, key=lambda item: -item[1])[:NUM_NAMED]
         return text + "; most of it went to " + listing([f"{name} ({num:,} tokens)" for name, num in takers])
     holders = listing([f"{name} ({num})" for name, num in one.holders])
     return text + (f"; most blocks were held by {holders}" if holders else "")
+
+
+def _watermark(run: Run) -> str:
+    """ " (600 blocks)": how many admissions leave free; "" if the configuration has no watermark."""
+    cache, scheduler = (run.config.get(key) or {} for key in ("cache", "scheduler"))
+    share = scheduler.get("watermark") if cache.get("watermark") is None else cache["watermark"]
+    if share is None:
+        return ""
+    num_of = run.manifest["num_gpu_blocks"] + (scheduler.get("kv_rules") or {}).get("watermark_extra_blocks", 0)
+    return f" ({count(int(share * num_of), 'block')})"
 
 
 def _arrival(row: Any, run: Run) -> list[str]:

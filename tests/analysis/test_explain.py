@@ -63,6 +63,24 @@ def test_who_finds_no_room_waits_at_the_head_until_the_other_has_ended(
     assert causes(folder, "a") == {}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "num"),
+    [
+        (("cache.watermark=0.4",), "3 blocks"),
+        (("scheduler.watermark=0.25",), "2 blocks"),
+        (("scheduler.watermark=0.4", "scheduler.kv_rules.watermark_extra_blocks=3"), "4 blocks"),
+    ],
+)
+def test_where_blocks_are_free_and_too_few_the_watermark_is_given(
+    tmp_path: Path, overrides: tuple[str, ...], num: str
+) -> None:
+    run = load_run(run_of(tmp_path, [row("a", 13, 3), row("b", 12, 3)], "cache.num_gpu_blocks=8", *overrides))
+    text = "its 12 tokens fill 3 and the watermark{}, or room to grow, stays free"
+    assert text.format(f" ({num})") in explain_request(run, "b")
+    run.config["cache"]["watermark"] = run.config["scheduler"]["watermark"] = None
+    assert text.format("") in explain_request(run, "b"), "a log of vLLM has none"
+
+
 def test_a_prompt_beyond_the_budget_of_a_step_waits_for_the_next(tmp_path: Path) -> None:
     folder = run_of(tmp_path, [row("a", 16, 2), row("b", 16, 2)], "scheduler.max_num_batched_tokens=16")
     assert causes(folder, "b") == {"token_budget": 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from analysis.comparison.compare import P99_ITL
-from analysis.reports.asked import absent, is_asked
+from analysis.reports.asked import absent, is_asked, names_arm
 
 
 def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it() -> None:
@@ -38,3 +38,15 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)
     of_table = "P75 and P99.9 (to be taken from the requests.parquet of each run)"
     assert said == f"{begin}P90 (in the summary.json of each run); {of_table}.", "summaries have four percentiles"
+
+
+def test_an_arm_is_asked_for_by_the_level_that_sets_it_apart() -> None:
+    base = "queue order fcfs, watermark 0"
+    for arm, question, is_named in (
+        ("queue order edf, watermark 0", "Does EDF meet more deadlines than fcfs?", True),
+        ("queue order edf, watermark 0", "Does edf_chat, or 0?", False),
+        ("queue order edf_chat, watermark 0", "Does edf?", False),
+        ("queue order fcfs, watermark 5", "Is 0.5 better than fcfs?", False),
+        ("queue order fcfs, watermark 5", "Is 5 better than fcfs?", True),
+    ):
+        assert names_arm(arm, base, question) is is_named, (arm, question)

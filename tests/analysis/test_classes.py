@@ -118,6 +118,12 @@ def test_where_all_requests_show_nothing_the_claims_in_classes_are_told_and_firs
     said, *_ = answer([group], None, "Which mean TTFT?")
     assert said.startswith("Over all requests, nothing that was compared differs beyond the noise (mean TTFT ")
     assert f" with {names[0]}" in said
+    _, said = answer([group._replace(rows=[claimed[0], *quiet[1:]])], None)
+    assert said.startswith(
+        f"Over all requests, {names[2]} against {names[0]} and {names[3]} against {names[0]} show no "
+    )
+    (said,) = answer([group._replace(rows=[replace(row, verdict="unknown") for row in quiet])], None)
+    assert said.startswith("Over all requests, there is too little data for a claim")
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -113,7 +113,7 @@ def _wait(one: Stretch, row: Any, run: Run) -> str:
         text += f": {low if low == high else f'{low} to {high}'} {were(high)} free"
         if is_head and one.cause == "kv_blocks":
             text += f", its {count(one.num_wanted, 'token')} {'fills' if one.num_wanted == 1 else 'fill'} {needed}"
-            text += f" and the watermark{_watermark(run)}, or room to grow, stays free" if low >= needed else ""
+            text += f" and {_reserve(run)} stays free" if low >= needed else ""
     if one.cause in ("token_budget", "partial_prefills") and one.takers:
         takers = sorted(one.takers, key=lambda item: -item[1])[:NUM_NAMED]
         return text + "; most of it went to " + listing([f"{name} ({num:,} tokens)" for name, num in takers])
@@ -121,14 +121,16 @@ def _wait(one: Stretch, row: Any, run: Run) -> str:
     return text + (f"; most blocks were held by {holders}" if holders else "")
 
 
-def _watermark(run: Run) -> str:
-    """ " (600 blocks)": how many admissions leave free; "" if the configuration has no watermark."""
+def _reserve(run: Run) -> str:
+    """What an admission leaves free: the watermark, with its number of blocks if the configuration tells it, or what
+    the running requests may need soon."""
     cache, scheduler = (run.config.get(key) or {} for key in ("cache", "scheduler"))
     share = scheduler.get("watermark") if cache.get("watermark") is None else cache["watermark"]
     if share is None:
-        return ""
+        return "the watermark, or room to grow,"
     num_of = run.manifest["num_gpu_blocks"] + (scheduler.get("kv_rules") or {}).get("watermark_extra_blocks", 0)
-    return f" ({count(int(share * num_of), 'block')})"
+    num = int(share * num_of)
+    return f"the watermark ({count(num, 'block')}), or room to grow," if num else "room to grow"
 
 
 def _arrival(row: Any, run: Run) -> list[str]:

@@ -79,6 +79,8 @@ def test_where_blocks_are_free_and_too_few_the_watermark_is_given(
     assert text.format(f" ({num})") in explain_request(run, "b")
     run.config["cache"]["watermark"] = run.config["scheduler"]["watermark"] = None
     assert text.format("") in explain_request(run, "b"), "a log of vLLM has none"
+    run.config["scheduler"]["watermark"] = 0.0
+    assert "its 12 tokens fill 3 and room to grow stays free" in explain_request(run, "b")
 
 
 def test_a_prompt_beyond_the_budget_of_a_step_waits_for_the_next(tmp_path: Path) -> None:

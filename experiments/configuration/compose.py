@@ -33,8 +33,8 @@ from experiments.configuration.overrides import (
     covering,
     is_hydras,
     is_value,
-    naming_sweeps,
     refuse_repeated,
+    swept_in_files,
 )
 from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
@@ -66,11 +66,19 @@ def compose_raw(overrides: list[str]) -> dict[str, Any]:
 def check_values(overrides: Sequence[str], *, is_sweep: bool = False) -> Keys:
     """Returns the keys of the chosen options. Raises ConfigError with a one-line message for an override that Hydra's
     app could not apply. is_sweep: whether a key may have several values, all of which are checked."""
-    with naming_sweeps(overrides):
+    try:
         keys = check(overrides, is_sweep=is_sweep)
         for point in covering(overrides, keys):
             own = check(point)  # of several options only one has the file of which an error is
             _laid(_chosen(point, own), point, own)
+    except ConfigError as error:
+        for file, swept in swept_in_files(overrides):
+            try:
+                check_values([item for item in overrides if item not in swept], is_sweep=is_sweep)
+            except ConfigError:
+                continue  # what is wrong is, or is also, elsewhere
+            raise ConfigError(f"{file}: {error}") from None
+        raise
     return keys
 
 

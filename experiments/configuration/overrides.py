@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from itertools import chain, islice
@@ -205,18 +204,13 @@ def with_swept(overrides: Sequence[str]) -> list[str]:
     return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
 
 
-@contextmanager
-def naming_sweeps(overrides: Sequence[str]) -> Iterator[None]:
-    """Context in which an error about what a user's own experiment sweeps, as one of `with_swept`, names its file."""
-    try:
-        yield
-    except ConfigError as error:
-        key = re.sub(r"^(unknown key |cannot read the override )?'?", "", str(error))
-        items = {item for item in overrides if re.match(rf"{re.escape(item.partition('=')[0])}(?![\w.])", key)}
-        for file, params in _of_overlays([text for text in overrides if text not in items], "hydra.sweeper.params"):
-            if not file.is_relative_to(CONF) and items & {f"{name}={one}" for name, one in (params or {}).items()}:
-                raise ConfigError(f"{file}: {error}") from None
-        raise
+def swept_in_files(overrides: Sequence[str]) -> Iterator[tuple[Path, set[str]]]:
+    """Yields each file of the user's own experiments with those of the overrides that are what it sweeps."""
+    choices = [item for item in overrides if item.startswith((f"{OVERLAYS}=", "hydra.searchpath="))]
+    for file, params in _of_overlays(choices, "hydra.sweeper.params"):
+        swept = {f"{key}={values}" for key, values in (params or {}).items()} & set(overrides)
+        if swept and not file.is_relative_to(CONF):
+            yield file, swept
 
 
 def refuse_swept(overrides: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from analysis.measures.metrics import SLO, latency, meets_slo
+from analysis.measures.rates import is_within, rated_until_ns
 from analysis.measures.statistics import Estimate, mean_t, wilson
 from analysis.measures.steadiness import LIKELY, Customers, Waiting, waiting_of
 from analysis.reading.request_columns import RequestColumns, Requests
@@ -41,7 +42,8 @@ class Load:
     num_failed: int
     over: dict[str, int]
     waiting: Waiting = field(default_factory=Waiting)  # requests never scheduled yet; for several runs the sums
-    duration_s: float = 0.0  # to the end of the last step
+    duration_s: float = 0.0  # that goodput is over (`analysis.measures.rates`)
+    num_good: int = 0  # requests that ended in that time and kept the SLO
     num_completed: int = 0
     num_customers: int = 0  # what arrives at a rate: requests, or sessions with all their turns
     num_done: int = 0  # customers that had ended when all but the last twentieth had arrived
@@ -65,7 +67,7 @@ class Load:
 
     @property
     def goodput_per_s(self) -> float | None:
-        return self.num_met / self.duration_s if self.is_whole and self.duration_s > 0 else None
+        return self.num_good / self.duration_s if self.is_whole and self.duration_s > 0 else None
 
     @property
     def overload(self) -> str | None:
@@ -109,9 +111,9 @@ def max_failed(num_requests: int, share: float) -> int:
     return num
 
 
-def count_load(requests: Any, slo: SLO, duration_s: float, *, by_session: bool = False) -> Load:
-    """The counts of a complete run, from request records as `analysis.measures.metrics` takes them. by_session: the
-    rate is that of sessions, each with all its turns."""
+def count_load(requests: Any, slo: SLO, end_ns: int, *, by_session: bool = False) -> Load:
+    """The counts of a complete run that ended then, from request records as `analysis.measures.metrics` takes them.
+    by_session: the rate is that of sessions, each with all its turns."""
     columns = RequestColumns.of(requests)
     completed = columns.is_completed
     values = {name: latency(columns, name) for name in (*slo.limits, "e2e_s")}
@@ -120,14 +122,17 @@ def count_load(requests: Any, slo: SLO, duration_s: float, *, by_session: bool =
     if by_session:
         spans = list(Customers(Requests.of(requests)).spans())
         begin, end = (np.concatenate([span[i] for span in spans]) for i in range(2))
-    stay = (end - begin)[np.isfinite(end)]
+    stay, is_met = (end - begin)[np.isfinite(end)], meets_slo(columns, slo)
+    start_ns = int(columns.whole("arrival_ns").min(initial=end_ns))
+    until_ns = rated_until_ns(Requests.of(requests), start_ns, end_ns)
     return Load(
         is_whole=True,
         num_requests=len(columns),
-        num_failed=len(columns) - int(meets_slo(columns, slo).sum()),
+        num_failed=len(columns) - int(is_met.sum()),
         over=over | {"unfinished": int((~completed).sum())},
         waiting=waiting_of(Requests.of(requests)),
-        duration_s=duration_s,
+        duration_s=(until_ns - start_ns) / 1e9,
+        num_good=int((is_met & is_within(columns, start_ns, until_ns)).sum()),
         num_completed=int(completed.sum()),
         num_customers=len(begin),
         num_done=int((end <= _nearly_all(begin)).sum()),
@@ -151,7 +156,10 @@ def pooled(loads: Sequence[Load]) -> Load:
     queues = [load.waiting for load in whole if load.waiting.num]
     num, work = ([getattr(queue, name) for queue in queues] for name in ("num", "work"))
     means = [load.mean_s for load in whole if load.mean_s]
-    added = ("num_requests", "num_failed", "duration_s", "num_completed", "num_customers", "num_done", "arriving_s")
+    added = (
+        "num_requests", "num_failed", "duration_s", "num_good", "num_completed", "num_customers", "num_done",
+        "arriving_s",
+    )  # fmt: skip
     return Load(
         is_whole=len(whole) == len(loads),
         over={name: sum(load.over.get(name, 0) for load in loads) for name in names},

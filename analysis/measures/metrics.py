@@ -14,8 +14,8 @@ send tokens, token times are those at the client, except for ITL, which is measu
 A request that was aborted, or unfinished at the end of the run, is censored at that instant and never dropped silently
 (see `survival`). An ignored request (it can never fit) has no latency, but is counted. TPOT of an unfinished request is
 that of its tokens so far (`num_partial` is the number of such requests). Attainment is over the requests *sent*, and
-the share of deadlines met over those of them that have a deadline. Rates are counts within the time base, which the
-summary states, per second of it: throughput counts completed requests, and goodput those of them that keep the SLO.
+the share of deadlines met over those of them that have a deadline. Rates are per second of the time in
+which requests come (`rates`): throughput counts completed requests, and goodput those of them that keep the SLO.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def describe_replicas(
 ) -> dict[str, Any] | None:
     """The part of a summary about replicas: the numbers of each, and how evenly they were loaded; None if only one.
 
-    rates: each replica's throughput. Like steps and computed tokens it is of the time base, so that all add up to the
-    fleet's. `imbalance` is the largest load of a replica over the mean (1: even); `jain`: Jain's index of the loads.
+    rates: each replica's throughput, over the fleet's time, so that all add up to the fleet's. `imbalance` is the
+    largest load of a replica over the mean (1: even); `jain`: Jain's index of the loads.
     """
     if len(parts) == 1:
         return None

@@ -16,6 +16,7 @@ from analysis.measures.classes import classes_of, is_of
 from analysis.measures.fairness import fairness
 from analysis.measures.metrics import SLO, last_token_ns, latency, meets_slo
 from analysis.measures.occupancy import Occupancy, preemption_costs, run_end_ns
+from analysis.measures.rates import is_within, rated_until_ns, throughput
 from analysis.measures.replicas import describe_replicas, fleet_step_metrics, measure, split
 from analysis.measures.statistics import wilson
 from analysis.measures.steadiness import steadiness
@@ -24,7 +25,7 @@ from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import BoolArray, FloatArray, as_rows
 
-SUMMARY_VERSION = 21  # another one with every change below: `Run.summary` then sums up older runs anew
+SUMMARY_VERSION = 22  # another one with every change below: `Run.summary` then sums up older runs anew
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max
@@ -42,8 +43,8 @@ def summarise(
     Records are a pandas frame, an Arrow table or `analysis.reading.rows.Rows` of a file (`testbed.records.schema`).
     Memory does not grow with the steps, and with the requests only by a few numbers for each session and for each
     request that was cut short; all quantiles are exact. `warmup_s` drops the requests that arrive within that time
-    after the first arrival, and starts the time base there. Rates count what ends or is emitted from then on, of any
-    request. "steadiness" and "checks" are of the whole run.
+    after the first arrival, and starts the time base there. Rates (`analysis.measures.rates`) count what ends or is
+    emitted from then on, of any request. "steadiness" and "checks" are of the whole run.
     """
     everything, step_rows = Requests.of(requests), as_rows(steps)
     end_ns = run_end_ns(everything, step_rows)
@@ -51,7 +52,7 @@ def summarise(
     start_ns = (first_ns if len(everything) else 0) + round(warmup_s * 1e9)
     sent = everything.where(lambda piece: piece.whole("arrival_ns") <= end_ns)
     kept = sent.where(lambda piece: piece.whole("arrival_ns") >= start_ns)
-    duration_s = max(end_ns - start_ns, 0) / 1e9
+    until_ns = rated_until_ns(kept, start_ns, end_ns)
     limits = SLO.parse(slo)
     parts = split(everything, manifest)
     measured = measure(parts, step_rows, manifest, start_ns, end_ns)
@@ -65,11 +66,11 @@ def summarise(
         "num_not_sent": len(everything) - len(sent),
         "num_unsent": manifest.get("num_unsent"),
         "num_in_warmup": len(sent) - len(kept),
-        "duration_s": duration_s,
+        "duration_s": max(end_ns - start_ns, 0) / 1e9,
         "time_base": TIME_BASE + (f", without the first {warmup_s:g} s" if warmup_s else ""),
         **_latencies(kept, end_ns),
-        "throughput": _throughput(everything, start_ns, end_ns),
-        "slo": None if limits is None else _attainment(everything, len(kept), limits, start_ns, duration_s),
+        "throughput": throughput(everything, start_ns, until_ns),
+        "slo": None if limits is None else _attainment(everything, len(kept), limits, start_ns, until_ns),
         "deadlines": _deadlines(kept),
         **_cache_and_preemptions(kept, computed, measured),
         "classes": _by_class(everything, kept, limits, start_ns, end_ns),
@@ -79,7 +80,7 @@ def summarise(
         "steadiness": steadiness(sent),
         "replay": manifest.get("replay"),
         "replicas": describe_replicas(
-            split(kept, manifest), [_throughput(part, start_ns, end_ns) for part in parts], measured, of_each, manifest
+            split(kept, manifest), [throughput(part, start_ns, until_ns) for part in parts], measured, of_each, manifest
         ),
         "checks": run_checks(everything, step_rows, manifest),
     }
@@ -177,58 +178,15 @@ def samples_of(requests: RequestColumns, end_ns: int) -> tuple[Samples, BoolArra
     return samples, cut
 
 
-def _throughput(requests: Requests, start_ns: int, end_ns: int) -> dict[str, Any]:
-    """Completed requests, emitted and prompt tokens per second of the time base, and the offered rate.
-
-    A prompt counts when its first output token is emitted, including cached tokens, as in serving benchmarks.
-    """
-    duration_s = (end_ns - start_ns) / 1e9
-    if duration_s <= 0:
-        names = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "total_tokens_per_s", "offered_per_s")
-        return dict.fromkeys(names)
-    completed = prompt = output = num_inside = 0
-    first_ns, last_ns = end_ns, start_ns  # arrivals within
-    for piece in requests.pieces():
-        completed += int((piece.is_completed & (piece.numbers("finish_ns") >= start_ns)).sum())
-        first_token_ns, arrival = piece.numbers("first_token_ns"), piece.whole("arrival_ns")
-        started = first_token_ns >= start_ns
-        prompt += int(piece.whole("num_prompt_tokens")[started].sum())
-        if (first_token_ns < start_ns).any():
-            output += _num_tokens_since(piece, start_ns)
-        else:
-            output += int(piece.whole("num_output_tokens")[started].sum())
-        inside = arrival[(arrival >= start_ns) & (arrival <= end_ns)]
-        num_inside += inside.size
-        first_ns = min(first_ns, int(inside.min(initial=end_ns)))
-        last_ns = max(last_ns, int(inside.max(initial=start_ns)))
-    window_s = (last_ns - first_ns) / 1e9 if num_inside > 1 else 0.0
-    return {
-        "requests_per_s": completed / duration_s,
-        "output_tokens_per_s": output / duration_s,
-        "prompt_tokens_per_s": prompt / duration_s,
-        "total_tokens_per_s": (prompt + output) / duration_s,
-        "offered_per_s": (num_inside - 1) / window_s if window_s > 0 else None,
-    }
-
-
-def _num_tokens_since(requests: RequestColumns, start_ns: int) -> int:
-    """The tokens emitted since then: without their instants as if each request had emitted them evenly spaced."""
-    if requests.tokens is not None:
-        return requests.num_tokens_since(start_ns)
-    first_ns, num_steps = requests.numbers("first_token_ns"), np.maximum(requests.whole("num_token_steps"), 1)
-    gap_ns = np.maximum((last_token_ns(requests) - first_ns) / np.maximum(num_steps - 1, 1), 1.0)
-    num_before = np.clip(np.ceil((start_ns - first_ns) / gap_ns), 0, num_steps)
-    return round(float(np.nansum(requests.whole("num_output_tokens") * (1 - num_before / num_steps))))
-
-
-def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, duration_s: float) -> dict[str, Any]:
+def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, until_ns: int) -> dict[str, Any]:
     """Attainment: the share of the requests sent since start_ns that kept every limit, with its Wilson interval.
-    Goodput: the requests completed since then (as throughput counts) that kept every limit, per second."""
+    Goodput: the requests that throughput counts and that kept every limit, per second."""
+    duration_s = (until_ns - start_ns) / 1e9
     num_met = num_good = 0
     for piece in requests.pieces():
         is_met = meets_slo(piece, slo)
         num_met += int(is_met[piece.whole("arrival_ns") >= start_ns].sum())
-        num_good += int(is_met[piece.numbers("finish_ns") >= start_ns].sum())
+        num_good += int((is_met & is_within(piece, start_ns, until_ns)).sum())
     low, high = wilson(num_met, num_sent) if num_sent else (None, None)
     return {
         "limits": slo.limits,
@@ -263,7 +221,7 @@ def _by_class(
             met[name] = deadlines["met"]
         if slo is not None:
             sent = everything.where(is_of(by, name))
-            kept_slo[name] = _attainment(sent, len(mine), slo, start_ns, 0.0)["attainment"]
+            kept_slo[name] = _attainment(sent, len(mine), slo, start_ns, start_ns)["attainment"]
     told = {
         metric: {which: {name: latencies[name][metric][which] for name in names} for which in ("mean", "p99")}
         for metric in ("ttft_s", "tpot_s", "e2e_s")

@@ -190,8 +190,8 @@ class RequestColumns:
             last[rows], largest[rows] = _last_and_largest(flat, offsets)
         return TokenTimes(last, largest, num) if (num >= 0).any() else None
 
-    def num_tokens_since(self, start_ns: int) -> int:
-        """The number of tokens emitted at or after `start_ns`, by the instants of the steps that emitted them.
+    def num_tokens_within(self, start_ns: int, until_ns: int) -> int:
+        """The number of tokens emitted from `start_ns` to `until_ns`, by the instants of the steps that emitted them.
 
         If the sequences of a group emitted together, each of the request's steps counts as its mean number of tokens
         per step.
@@ -199,9 +199,9 @@ class RequestColumns:
         per_step = self.whole("num_output_tokens") / np.maximum(self.whole("num_token_steps"), 1)
         low, total = 0, 0.0
         for flat, offsets in self._chosen_tokens():
-            since = np.append(0, np.cumsum(flat >= start_ns))[offsets]
+            within = np.append(0, np.cumsum((flat >= start_ns) & (flat <= until_ns)))[offsets]
             num_requests = len(offsets) - 1
-            total += float((np.diff(since) * per_step[low : low + num_requests]).sum())
+            total += float((np.diff(within) * per_step[low : low + num_requests]).sum())
             low += num_requests
         return round(total)
 

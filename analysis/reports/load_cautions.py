@@ -52,12 +52,12 @@ def _mean_rates(runs: Sequence[Run]) -> list[str]:
     return [("on average " if len(runs) > 1 else "") + fmt.number(means[0], "req/s"), fmt.number(means[1], "req/s")]
 
 
-_DRAINED = 0.85  # served over offered rate; below it the time after the last arrival distorts the served rate
+_DRAINED = 0.85  # served over offered rate; below it what had not ended when the last one came distorts the served rate
 
 
 def draining(loads: Mapping[str, Sequence[Arm]]) -> Iterator[str]:
-    """Sentences on rates of traces that are short compared with the time that their last requests or sessions take: one
-    for all loads, with the numbers of each."""
+    """Sentences on rates of traces that are short compared with the time that their requests or sessions take: one for
+    all loads, with the numbers of each."""
     closed, slow = [], []
     for load, arms in loads.items():
         at = f" at {load}" if len(loads) > 1 else ""
@@ -74,16 +74,15 @@ def draining(loads: Mapping[str, Sequence[Arm]]) -> Iterator[str]:
             slow.append(f"{_in_which(found, arms)}{offered} came and {reached} were served{at}")
     if closed:
         yield (
-            "Rates are over all of a run, and sessions began only in a part of it, the last one "
+            "Rates are until the last request came, and sessions began only in a part of that time, the last one "
             f"{fmt.listing(closed)}; from then on ever fewer had turns left. The offered rate is an outcome, too, as "
             "later turns wait for earlier ones. A difference in rates or goodput may be one in how long the last "
             "sessions took; more sessions help."
         )
     if slow:
         yield (
-            f"Rates are over all of a run, and traces are short: {fmt.listing(slow)}, as no more came while the last "
-            "ones were being served. A difference in rates or goodput may be one in how long these took; a longer "
-            "trace helps."
+            f"Traces are short: {fmt.listing(slow)} until the last one came; many were still in the system. A "
+            "difference in rates or goodput may be one in these; a longer trace helps."
         )
 
 
@@ -97,7 +96,7 @@ def _is_drained_long(run: Run) -> bool:
 
 
 def _lasted_s(run: Run) -> float:
-    return float(run.summary["duration_s"]) + _warmup_s(run)
+    return float(run.summary["throughput"]["duration_s"]) + _warmup_s(run)
 
 
 def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:

@@ -154,7 +154,7 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("core", values("core")),
         ("core compiled by", values("compiler")),
         ("packages", values("versions")),
-        ("time base of rates", "; ".join(dict.fromkeys(str(run.summary.get("time_base")) for run in runs))),
+        ("time base", "; ".join(dict.fromkeys(str(run.summary.get("time_base")) for run in runs))),
         ("checks of the records", "; ".join(dict.fromkeys(outline(run.summary["checks"]) for run in runs))),
     ]
     rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text not in ("", fmt.NOTHING))

@@ -321,7 +321,7 @@ def _terms(found: Found) -> str:
     num = f"{arm.num_requests[0]:,} requests" + (f", {len(arm.num_requests)} seeds" * (len(arm.num_requests) > 1))
     if arm.is_of_sessions and (at := found.at_kept) is not None:
         num += f"; capacity counts sessions, of {at.num_requests / at.num_customers:.3g} requests in the mean, and "
-        num += "goodput requests, until the last one ends"
+        num += "goodput requests"
     names = f"{config.raw['backend']['name']}, {config.model.name} on {config.device.name}"
     trace = config.raw["trace"].get("_target_", config.trace.name)
     return f"{limits} for {100 * arm.share:.4g} % of the requests; {names}, trace {trace} ({num})"

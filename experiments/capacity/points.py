@@ -146,8 +146,7 @@ def run_point(
         else:
             run = load_run(result.folder)
             end_ns = run_end_ns(run.requests, FileRows(run.path / "steps.parquet"))
-            duration_s = (end_ns - int(run.requests["arrival_ns"].min())) / 1e9
-            load = count_load(run.requests, slo, duration_s, by_session=by_session)
+            load = count_load(run.requests, slo, end_ns, by_session=by_session)
     notes = list(result.manifest.get("cost_notes") or [])
     known = {"fingerprint": result.manifest["trace"]["fingerprint"], "digest": result.manifest.get("digest")}
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -119,7 +119,7 @@ def print_summary(result: RunResult) -> None:
     throughput = summary["throughput"]
     if throughput["output_tokens_per_s"] is not None:
         rates = f"{_rate(throughput['requests_per_s'])} req/s, {_rate(throughput['output_tokens_per_s'])} output tok/s"
-        print(f"throughput   {rates} over {summary['duration_s']:,.4g} s")
+        print(f"throughput   {rates} over {throughput['duration_s']:,.4g} s")
     for label, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s")):
         values = summary[key]
         print(f"{label:<12} mean {_time(values['mean'])}, P50 {_time(values['p50'])}, P99 {_time(values['p99'])}")

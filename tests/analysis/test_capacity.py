@@ -26,7 +26,7 @@ S = 10**9
 def load(num=100, failed=0, waiting=(), whole=True, over=None):
     over = {"ttft_s": failed} if over is None else over
     waited = Waiting(waiting)
-    return Load(whole, num, failed, over, waited, 12.5 if whole else 0.0, num_customers=num, num_done=num)
+    return Load(whole, num, failed, over, waited, 12.5 if whole else 0.0, num - failed, num_customers=num, num_done=num)
 
 
 @given(st.integers(1, 5000), st.floats(0.01, 0.999))
@@ -43,10 +43,10 @@ def test_counts_of_a_run_by_hand():
         {"arrival_ns": 2 * S, "token_ns": [3 * S, 6 * S], "finish_ns": 6 * S, "finish_reason": "stop"},  # TPOT 3 s
         {"arrival_ns": 4 * S, "finish_ns": 5 * S, "finish_reason": "abort"},
     ]
-    found = count_load(requests_of(*rows), SLO(ttft_s=1.0, tpot_s=2.0), 6.0)
+    found = count_load(requests_of(*rows), SLO(ttft_s=1.0, tpot_s=2.0), 6 * S)
     assert found.over == {"ttft_s": 1, "tpot_s": 1, "unfinished": 1}
     assert (found.num_requests, found.num_failed, found.num_met, found.num_completed) == (4, 3, 1, 3)
-    assert (found.attainment, found.goodput_per_s, found.arriving_s) == (0.25, 1 / 6, 4.0)
+    assert (found.attainment, found.goodput_per_s, found.arriving_s) == (0.25, 1 / 4.5, 4.0)
     assert found.mean_s == {"ttft_s": pytest.approx(5 / 3), "tpot_s": 2.0, "e2e_s": pytest.approx(10 / 3)}
 
 

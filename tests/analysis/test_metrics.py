@@ -161,10 +161,10 @@ def test_throughput_counts_every_token_of_sequences_that_emit_together():
         assert summarise(rows, steps, {})["throughput"]["output_tokens_per_s"] == 0.6
     late = FINISHED | {"arrival_ns": 5 * S, "token_ns": [6 * S], "finish_ns": 6 * S}
     rates = summarise(requests(group, late), steps, {}, warmup_s=3.0)["throughput"]
-    assert rates["output_tokens_per_s"] == 5 / 7  # two each at 4 and 7 s, one at 6 s
+    assert rates["output_tokens_per_s"] == 3 / 2  # to the end of the only one that came: two at 4 s, one at 6 s
     late |= {"token_ns": None, "first_token_ns": 6 * S, "num_output_tokens": 1, "num_token_steps": 1}
     rates = summarise(requests(unrecorded, late, {"arrival_ns": 5 * S}), steps, {}, warmup_s=3.0)["throughput"]
-    assert rates["output_tokens_per_s"] == 5 / 7  # evenly spaced: two each at 3, 5 and 7 s
+    assert rates["output_tokens_per_s"] == 5 / 7  # half never end; evenly spaced: two each at 3, 5 and 7 s
 
 
 def test_occupancy_is_time_weighted_and_zero_while_idle():
@@ -244,7 +244,7 @@ def test_warm_up_cut_drops_early_arrivals_and_moves_the_time_base():
     assert summary["num_in_warmup"] == 1
     assert summary["duration_s"] == 5
     assert summary["ttft_s"]["mean"] == 1
-    assert summary["throughput"]["output_tokens_per_s"] == 3 / 5  # tokens at 4, 6 and 7 s
+    assert summary["throughput"]["output_tokens_per_s"] == 2 / 2  # tokens at 4 and 6 s, when half have ended
     assert "without the first 3 s" in summary["time_base"]
 
 
@@ -258,15 +258,34 @@ def test_of_a_step_that_the_warm_up_cuts_only_the_rest_is_in_the_time_base():
 
 
 def test_goodput_is_of_the_requests_that_throughput_counts():
-    """All but the last come in the first 3 s; the second, which keeps the SLO, and the third end after them."""
+    """All but the last come in the first 3 s; the second, which keeps the SLO, and the third end after them. The fourth
+    ends at 6 s, as half of those that came then have, and the fifth later."""
     kept = FINISHED | {"arrival_ns": 2 * S, "token_ns": [int(2.5 * S)], "finish_ns": 4 * S}
     early = kept | {"arrival_ns": 1 * S, "finish_ns": 3 * S - 1}
-    rows = requests(early, kept, FINISHED, kept | {"arrival_ns": 5 * S, "token_ns": [5 * S], "finish_ns": 6 * S})
+    last = kept | {"arrival_ns": 5 * S, "token_ns": [5 * S], "finish_ns": 6 * S}
+    rows = requests(early, kept, FINISHED | {"finish_ns": 5 * S}, last, last | {"finish_ns": 7 * S})
     summary = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {}, {"ttft_s": 1.0}, warmup_s=3.0)
     assert summary["duration_s"] == 5
-    assert summary["throughput"]["requests_per_s"] == 3 / 5
-    assert summary["slo"]["goodput_per_s"] == 2 / 5
-    assert (summary["slo"]["num_met"], summary["num_requests"]) == (1, 1)
+    assert summary["throughput"]["requests_per_s"] == 3 / 2.5
+    assert summary["slo"]["goodput_per_s"] == 2 / 2.5
+    assert (summary["slo"]["num_met"], summary["num_requests"]) == (2, 2)
+
+
+def served(*ends_s, arrivals_s=(1, 2, 3, 4)):
+    rows = [FINISHED | {"arrival_ns": a * S, "token_ns": [e * S], "finish_ns": e * S, "num_output_tokens": 1}
+            for a, e in zip(arrivals_s, ends_s, strict=True)]  # fmt: skip
+    return summarise(requests(*rows), table([step(1, 20)], STEP_COLUMNS), {})["throughput"]
+
+
+def test_rates_are_of_the_time_in_which_requests_come():
+    """However long the last request takes: a run that only drains serves nothing more of its load."""
+    for last_s in (5, 20):
+        rates = served(2, 3, 4, last_s)
+        assert (rates["duration_s"], rates["requests_per_s"], rates["output_tokens_per_s"]) == (3, 1.0, 1.0)
+    slow = served(5, 7, 9, 20)
+    assert (slow["duration_s"], slow["requests_per_s"]) == (7, 2 / 7), "until half have ended: between 7 s and 9 s"
+    at_once = served(5, 7, 9, 20, arrivals_s=(1, 1, 1, 1))
+    assert (at_once["duration_s"], at_once["requests_per_s"]) == (19, 4 / 19)
 
 
 def test_simulated_records_pass_every_check_and_the_summary_is_json():

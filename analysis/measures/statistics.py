@@ -24,8 +24,9 @@ LEVEL = 0.95  # confidence level of intervals
 ALPHA = 0.05  # significance level of claims
 Scale = Literal["difference", "log_ratio"]
 Verdict = Literal[
-    "identical", "equivalent", "inside the noise", "inside the engine's noise", "higher", "lower", "unknown"
-]
+    "identical", "equivalent", "inside the noise", "inside the engine's noise", "undecided", "higher", "lower",
+    "unknown",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +237,9 @@ def effect_size(differences: FloatArray) -> float | None:
 def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = None) -> Verdict:
     """The verdict that an interval supports; `margin` is the equivalence margin on the estimate's own scale.
 
-    "equivalent": the whole interval lies within the margin. "inside the noise": it contains 0, or the corrected
-    `p_value`, if given, is not below ALPHA. "identical": no difference in any replicate. "unknown": no finite interval,
-    or ALIKE, which knows of no noise, with such a p-value.
+    "equivalent": the whole interval lies within the margin. "inside the noise": it contains 0. "undecided": it does
+    not, and the corrected `p_value`, if given, is not below ALPHA. "identical": no difference in any replicate.
+    "unknown": no finite interval, or ALIKE, which knows of no noise, with such a p-value.
     """
     if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
         return "unknown"
@@ -246,7 +247,9 @@ def verdict(estimate: Estimate, margin: float = 0.0, p_value: float | None = Non
         return "identical"
     if margin > 0 and -margin <= estimate.low and estimate.high <= margin:
         return "equivalent"
-    significant = p_value is None or p_value < ALPHA
-    if estimate.low <= 0.0 <= estimate.high or not significant:
-        return "unknown" if estimate.method == ALIKE else "inside the noise"
+    is_undecided = p_value is not None and p_value >= ALPHA
+    if estimate.low <= 0.0 <= estimate.high or is_undecided:
+        if estimate.method == ALIKE:
+            return "unknown"
+        return "inside the noise" if estimate.low <= 0.0 <= estimate.high else "undecided"
     return "higher" if estimate.value > 0 else "lower"

@@ -63,6 +63,7 @@ _BARS: dict[str, dict[str, Any]] = {
     "worse": {"facecolor": style.ORANGE, "edgecolor": style.VERMILLION},
     "changed": {"facecolor": style.PURPLE, "edgecolor": style.PURPLE},
     "inside the noise": {"facecolor": "#E6E6E6", "edgecolor": style.GREY, "hatch": "////"},
+    "undecided": {"facecolor": "white", "edgecolor": style.GREY, "hatch": "////"},
     "equivalent": {"facecolor": "#C9C9C9", "edgecolor": style.GREY},
     "no interval": {"facecolor": "white", "edgecolor": style.BLACK},
 }

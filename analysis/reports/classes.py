@@ -67,7 +67,7 @@ def pooled_said(groups: Sequence[Compared], question: str = "") -> list[str]:
         key=lambda one: (names_arm(one[3].arm, one[1].arms[0].name, question), one[2].is_claim, one[3].size),
     )
     told = f"{row.arm} is {row.claim} in {row.metric.label} for {name} ({change_text(row)})"
-    noise = f", which is {pooled.verdict}" if pooled.verdict.startswith("inside") else ""
+    noise = f", which is {pooled.verdict}" if pooled.verdict.startswith(("inside", "undecided")) else ""
     over_all = f"{change_text(pooled)} over all requests{noise}"
     both = [arm for arm in group.arms if arm.name in (group.arms[0].name, row.arm)]
     return [f"{said}, and may hide one: {', '.join([*conditions(group.load, both), told])}, at {over_all}."]

@@ -93,7 +93,7 @@ def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
     parts = [f"{word} in {fmt.listing(groups[word])}" for word in CLAIMS if word in groups]
     if parts:
         sentences = [f"{subject} is {'; '.join(parts)}."]
-    elif {"inside the noise", "inside the engine's noise", "equivalent"} & set(groups):
+    elif {"inside the noise", "inside the engine's noise", "undecided", "equivalent"} & set(groups):
         sentences = [f"{subject} shows no difference beyond {no_more_than(groups, margin)}."]
     elif set(groups) == {"identical"}:
         sentences = [f"{subject} shows no difference."]
@@ -108,6 +108,7 @@ _CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
     "inside the engine's noise": lambda texts, _: (
         f"Inside the engine's own noise, as far as its repeats show it: {fmt.listing(texts)}."
     ),
+    "undecided": lambda texts, _: f"Undecided, more replicates would tell: {fmt.listing(texts)}.",
     "identical": lambda texts, _: f"Identical: {fmt.listing(texts)}.",
     "equivalent": lambda texts, margin: f"No difference within ±{margin * 100:g} %: {fmt.listing(texts)}.",
     "alike": lambda texts, _: (

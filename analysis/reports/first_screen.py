@@ -36,7 +36,7 @@ from analysis.comparison.compare import (
 )
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
-from analysis.comparison.wording import cells_text, change_text, no_more_than, reached_text, step_text
+from analysis.comparison.wording import cells_text, change_text, no_more_than, reached_text, step_text, undecided
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import apart, factor_name, level_text
@@ -137,7 +137,8 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
     if not said and not same and quiet:
         beyond = f"{_no_more_than(every, margin)}{_preempted(every)}{_asked_values(groups, question, slo)}"
         text = f"{pooled}nothing that was compared differs beyond {beyond}{_without_interval(every)}"
-        return [under(_over(every), text)]
+        rows = [(f"{one.average}{one.name}", row) for one in every for row in one.rows]
+        return [under(_over(every), text), *undecided(rows)][:most]
     most -= len(same)
     if len(said) > most:
         num_told = max(1, most - 1)
@@ -409,10 +410,12 @@ def told_of(rows: Sequence[Comparison], question: str, margin: float) -> str:
             texts = [f"{row.metric.label} ({reached_text(row)})" for row in mine[:num]]
             told.append((not is_asked(mine[0].metric, question), f"{word} in {fmt.listing(texts)}"))
     parts = [text for _, text in sorted(told, key=lambda item: item[0])]
-    quiet = [row for row in rows if is_asked(row.metric, question) and not row.is_claim and row.verdict != "unknown"]
-    if quiet:
+    asked = [row for row in rows if is_asked(row.metric, question) and not row.is_claim and row.verdict != "unknown"]
+    if quiet := [row for row in asked if row.verdict != "undecided"]:
         most = no_more_than({row.verdict for row in quiet}, margin)
         parts.append(f"no difference beyond {most} in {fmt.listing([row.metric.label for row in quiet])}")
+    if open_ := [f"{row.metric.label} ({change_text(row)})" for row in asked if row.verdict == "undecided"]:
+        parts.append(f"undecided in {fmt.listing(open_)}")
     return "; ".join(parts)
 
 

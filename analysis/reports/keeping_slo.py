@@ -64,16 +64,19 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], margin: fl
     shown = [text for text, names in by_share.items() if base not in names and (not told or text in told)]
     away = [name for text in shown for name in by_share[text] if name in rows]
     unclaimed = [name for name in away if not rows[name].is_claim]
-    quiet = [name for name in unclaimed if rows[name].verdict != "unknown"]
-    untested = [name for name in unclaimed if name not in quiet and not rows[name].is_alike]
+    undecided = [name for name in unclaimed if rows[name].verdict == "undecided"]
+    quiet = [name for name in unclaimed if rows[name].verdict not in ("unknown", "undecided")]
+    untested = [name for name in unclaimed if rows[name].verdict == "unknown" and not rows[name].is_alike]
     of_all = [*group.rows, *(effect.comparison for effect in group.effects)]
     claims = [row for row in of_all if row.metric is SLO_METRICS[0] and row.is_claim]
     said = []
     most = no_more_than({rows[name].verdict for name in quiet}, margin)
-    if quiet and not untested and not claims:
+    if quiet and not untested and not undecided and not claims:
         said.append(f"no difference beyond {most}")
     elif quiet:
         said.append(f"inside {most} against {base}: {_names(quiet)}")
+    if undecided:
+        said.append(f"undecided against {base}: {_names(undecided)}")
     if untested:
         of = "" if untested == away else f" of {_names(untested)}"
         said.append(f"no interval of the difference{of} is known")

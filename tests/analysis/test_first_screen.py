@@ -79,6 +79,20 @@ def test_what_is_inside_the_noise_is_no_answer() -> None:
     ]
 
 
+def test_what_only_the_correction_keeps_from_a_claim_is_not_called_noise() -> None:
+    interval = Estimate(0.5, 0.1, 0.9, 5, "paired t", "log_ratio")
+    open_ = replace(row("a", 0, 0.5), estimate=interval, verdict="undecided", p_corrected=0.055)
+    rows = [open_, replace(open_, metric=LATENCY[1], verdict="inside the noise"), replace(open_, arm="b")]
+    said = answer([Compared("", BASE, rows, ())], None)
+    assert said == [
+        "Nothing that was compared differs beyond the noise.",
+        "mean TTFT of a against base (+65\u00a0% [+11,\u00a0+146], corrected p = 0.055) and 1 other change are "
+        "undecided: more replicates or longer traces would tell.",
+    ]
+    (told, *_) = answer([Compared("", BASE, [open_, row("a", 2, 0.3)], ())], None, "mean TTFT?")
+    assert told.endswith("; undecided in mean TTFT (+65\u00a0%).")
+
+
 def test_that_effects_are_averages_is_said_once() -> None:
     effects = [
         Effect("x.a", 0, level, row(str(level), 0, 0.1, claimed=False), (("base", "a"), ("b", "ab")), None)

@@ -190,5 +190,5 @@ def test_verdicts():
     assert verdict(noisy) == "inside the noise"
     assert verdict(noisy, margin=5.0) == "equivalent"
     assert verdict(clear) == "higher"
-    assert verdict(clear, p_value=0.2) == "inside the noise"
+    assert verdict(clear, p_value=0.2) == "undecided"
     assert verdict(paired_t([1.0, 2.0], [1.0, 2.0])) == "identical"

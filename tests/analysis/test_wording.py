@@ -129,9 +129,7 @@ def test_a_change_of_a_share_is_told_in_points():
     assert bounds_text(either).replace("\u00a0", " ") == "by [−2.50 req/s, +0.858 req/s]"
 
 
-@pytest.mark.parametrize(
-    ("low", "says"), [(0.02, "inside the noise (corrected p = 0.12)"), (-0.02, "inside the noise")]
-)
+@pytest.mark.parametrize(("low", "says"), [(0.02, "undecided (corrected p = 0.12)"), (-0.02, "inside the noise")])
 def test_a_cell_says_when_not_its_own_interval_but_the_correction_speaks(low, says):
     estimate = Estimate(0.1, low, 0.2, 5, "paired t", "log_ratio")
     row = Comparison("arm", LATENCY[0], 1.0, estimate, verdict(estimate, 0.02, 0.12), p_corrected=0.12)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from sim.cost.roofline import RooflineCost
 from testbed.core.plan import BatchShape, PrefillChunk
@@ -59,10 +59,16 @@ PUBLISHED = {
 }
 
 
+def merged(group: str, name: str) -> DictConfig:
+    """A file of the library, laid over the one that it begins with."""
+    values = OmegaConf.load(CONF / group / f"{name}.yaml")
+    begins, own = values.pop("defaults")
+    assert own == "_self_"
+    return values if begins == "_schema" else OmegaConf.merge(merged(group, begins), values)
+
+
 def load(group: str, name: str) -> dict:
-    values = OmegaConf.to_object(OmegaConf.load(CONF / group / f"{name}.yaml"))
-    assert values.pop("defaults") == ["_schema", "_self_"]
-    return values
+    return OmegaConf.to_object(merged(group, name))
 
 
 def model(name: str) -> ModelSpec:

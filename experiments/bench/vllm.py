@@ -61,16 +61,20 @@ YARDSTICK_RUNS = 4  # of each backend
 
 
 class Bench:
-    """Makes runs in one folder. A measured run that is already there is not repeated."""
+    """Makes runs in one folder. A measured run that is already there is not repeated. fitted: the runs to which step
+    times are fitted; of: those of the rounds, by load or policy."""
 
     def __init__(self, folder: Path, num_requests: int) -> None:
         self.folder, self._num_requests = folder, num_requests
+        self.fitted: list[Run] = []
+        self.of: defaultdict[str, list[Run]] = defaultdict(list)
         self.vllm, self.engine = VLLM, ENGINE  # settings; settle_probes adds the probe's reference time
         self.model = folder / "model"
         self.model.mkdir(parents=True, exist_ok=True)
         (self.model / "config.json").write_text(json.dumps(MODEL))
 
     def run(self, name: str, *settings: str) -> Run:
+        name = "".join(letter if letter.isalnum() else "-" for letter in name)
         folder = self.folder / name
         if settings[0] == "backend=sim" or not (folder / "done").exists():  # simulations follow the latest fit
             command = [
@@ -123,52 +127,38 @@ def main(arguments: Sequence[str]) -> int:
         f"small pool, {rates[1]:.1f}/s": [f"trace.rate={rates[1]}", TIGHT, "trace.seed=7"],
     }
     contest = [f"trace.rate={rates[1]}", TIGHT, "trace.seed=8"]
-    done = _Rounds()
     for number in range(options.rounds):
-        _round(bench, number, rates, loads, contest, done)
+        _round(bench, number, rates, loads, contest)
         print(f"round {number + 1} of {options.rounds} is done", flush=True)
-    fit = _fit(bench, done.fitted)
+    simulated = ["backend=sim", "cost=calibrated", f"cost.path={_fit(bench)}"]
     for label, load in loads.items():
-        _fidelity(bench, label, load, fit, done)
-    _ablation(bench, contest, fit, done)
+        _fidelity(bench, label, load, simulated)
+    _ablation(bench, contest, simulated)
     return 0
 
 
-class _Rounds:
-    """The runs so far: `fitted`, to which step times are fitted, and the others by load or policy."""
-
-    def __init__(self) -> None:
-        self.fitted: list[Run] = []
-        self.of: defaultdict[str, list[Run]] = defaultdict(list)
-
-
 def _round(
-    bench: Bench, number: int, rates: Sequence[float], loads: dict[str, list[str]], contest: Sequence[str],
-    done: _Rounds,
-) -> None:  # fmt: skip
+    bench: Bench, number: int, rates: Sequence[float], loads: dict[str, list[str]], contest: Sequence[str]
+) -> None:
     """Makes each run once. The runs for the fit (other traces, from light load to overload, with each policy's token
     budget) alternate with the runs for the evaluation."""
     observed, preset = [*bench.vllm, "backend.decides=vllm"], POLICIES["vllm_v1"]
     others = iter((rates[0] / 2, rates[0], rates[1], 3 * rates[1]))
 
     def fit_another() -> None:
-        seed = 101 + len(done.fitted)
+        seed = 101 + len(bench.fitted)
         load = [f"trace.rate={next(others)}", f"trace.seed={seed}", ROOMY]
         budget = f"scheduler.max_num_batched_tokens={BUDGETS[seed % len(BUDGETS)]}"
-        done.fitted.append(bench.run(f"fitted-{seed}", *observed, "scheduler=vllm_v1", budget, *load))
+        bench.fitted.append(bench.run(f"fitted-{seed}", *observed, "scheduler=vllm_v1", budget, *load))
 
     for label, load in loads.items():
         fit_another()
-        done.of[label].append(bench.run(f"{_slug(label)}-vllm-{number}", *observed, *preset, *load))
-        done.of[f"{label}, ours"].append(bench.run(f"{_slug(label)}-ours-{number}", *bench.vllm, *preset, *load))
-        done.of[f"{label}, engine"].append(bench.run(f"{_slug(label)}-engine-{number}", *bench.engine, *preset, *load))
+        bench.of[label].append(bench.run(f"{label}-vllm-{number}", *observed, *preset, *load))
+        bench.of[f"{label}, ours"].append(bench.run(f"{label}-ours-{number}", *bench.vllm, *preset, *load))
+        bench.of[f"{label}, engine"].append(bench.run(f"{label}-engine-{number}", *bench.engine, *preset, *load))
     fit_another()
     for name, policy in POLICIES.items():
-        done.of[name].append(bench.run(f"policy-{_slug(name)}-{number}", *bench.vllm, *policy, *contest))
-
-
-def _slug(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in name)
+        bench.of[name].append(bench.run(f"policy-{name}-{number}", *bench.vllm, *policy, *contest))
 
 
 def _rates(bench: Bench) -> tuple[float, float]:
@@ -178,31 +168,27 @@ def _rates(bench: Bench) -> tuple[float, float]:
     return round(0.6 * capacity, 1), round(0.9 * capacity, 1)
 
 
-def _fit(bench: Bench, runs: Sequence[Run]) -> Path:
+def _fit(bench: Bench) -> Path:
     """Fits step times to vLLM's own runs of other traces; returns the file."""
     from experiments.calibration.calibrate import PROFILE_FILE, together
     from sim.cost.calibration import calibrate
     from sim.cost.calibration_file import save_calibration
     from testbed.specs.profiles import read_profile
 
-    profile = together(*(read_profile(run.path / PROFILE_FILE) for run in runs))
+    profile = together(*(read_profile(run.path / PROFILE_FILE) for run in bench.fitted))
     path = bench.folder / "fit.json"
     save_calibration(calibrate(profile), path)
-    print(f"prices fitted to {len(profile.steps):,} steps of vLLM on {len(runs)} other traces\n", flush=True)
+    print(f"prices fitted to {len(profile.steps):,} steps of vLLM on {len(bench.fitted)} other traces\n", flush=True)
     return path
 
 
-def _sim(fit: Path) -> list[str]:
-    return ["backend=sim", "cost=calibrated", f"cost.path={fit}"]
-
-
-def _fidelity(bench: Bench, label: str, load: Sequence[str], fit: Path, done: _Rounds) -> None:
+def _fidelity(bench: Bench, label: str, load: Sequence[str], simulated: Sequence[str]) -> None:
     """Prints signed errors against the mean of vLLM's runs, and the range of vLLM's own runs around that mean."""
-    preset, runs = POLICIES["vllm_v1"], done.of[label]
+    preset, runs = POLICIES["vllm_v1"], bench.of[label]
     columns = {
-        "simulator": [bench.run(f"{_slug(label)}-sim", *_sim(fit), *preset, *load)],
-        "ours in vLLM": done.of[f"{label}, ours"],
-        "our engine": done.of[f"{label}, engine"],
+        "simulator": [bench.run(f"{label}-sim", *simulated, *preset, *load)],
+        "ours in vLLM": bench.of[f"{label}, ours"],
+        "our engine": bench.of[f"{label}, engine"],
     }
     preempted = int(runs[0].requests["num_preemptions"].sum())
     print(f"\n{label}: {preempted} preemptions in vLLM; errors in %")
@@ -217,19 +203,17 @@ def _fidelity(bench: Bench, label: str, load: Sequence[str], fit: Path, done: _R
     print(table(["metric", "vLLM, ms", "its runs", *columns], rows), flush=True)
 
 
-def _ablation(bench: Bench, load: Sequence[str], fit: Path, done: _Rounds) -> None:
+def _ablation(bench: Bench, load: Sequence[str], simulated: Sequence[str]) -> None:
     """Compares four policies in the simulator and in vLLM: whether both have the same winner, for each metric in which
     vLLM's best policy differs significantly from every other one."""
-    sims = {
-        name: bench.run(f"policy-{_slug(name)}-sim", *_sim(fit), *policy, *load) for name, policy in POLICIES.items()
-    }
+    sims = {name: bench.run(f"policy-{name}-sim", *simulated, *policy, *load) for name, policy in POLICIES.items()}
     print("\nFour policies, ms in vLLM (simulated)")
     rows = []
     for path in METRICS:
-        means = {name: _mean(done.of[name], path) for name in POLICIES}
+        means = {name: _mean(bench.of[name], path) for name in POLICIES}
         said = {name: _mean([run], path) for name, run in sims.items()}
         best, winner = min(means, key=lambda name: means[name]), min(said, key=lambda name: said[name])
-        is_told = all(_is_told(done.of[best], done.of[name], path) for name in POLICIES if name != best)
+        is_told = all(_is_told(bench.of[best], bench.of[name], path) for name in POLICIES if name != best)
         verdict = ("yes" if best == winner else f"no: {winner}") if is_told else "not told apart"
         cells = [f"{1e3 * means[name]:.2f} ({1e3 * said[name]:.2f})" for name in POLICIES]
         rows.append([metric_name(path), *cells, verdict])

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from real.replay import HostTimes
 from testbed.core.commands import Arrive, Event
@@ -68,12 +68,6 @@ def _prompts(draw: random.Random, vocab_size: int, sizes: list[int]) -> list[lis
 # --- contenders ---
 
 
-class Arm(Protocol):
-    """An engine that generates greedily."""
-
-    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """The settings that all contenders share. device: cpu or cuda. threads: on the CPU; None: the engine's default."""
@@ -87,8 +81,6 @@ class Setting:
 
 class Generate:
     """transformers.generate: one static batch from the first token to the last."""
-
-    takes_uneven = False
 
     def __init__(self, setting: Setting) -> None:
         self._model = _model_of(setting)
@@ -108,8 +100,6 @@ class Generate:
 
 class ContinuousBatching:
     """transformers' own scheduler and paged KV cache, kept between runs."""
-
-    takes_uneven = True
 
     def __init__(self, setting: Setting) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -143,8 +133,6 @@ class ContinuousBatching:
 class Vllm:
     """vLLM in this process with its own scheduler; on a CPU with enforce_eager, that is without torch.compile."""
 
-    takes_uneven = True
-
     def __init__(self, setting: Setting) -> None:
         os.environ |= VLLM_VARIABLES
         from vllm import LLM
@@ -167,8 +155,6 @@ class Vllm:
 
 class Ours:
     """This testbed's engine and core, with a new scheduler for each run. Token ids in and out: no text, no records."""
-
-    takes_uneven = True
 
     def __init__(self, setting: Setting, attention: str = "auto") -> None:
         from experiments.configuration.compose import compose_config
@@ -199,16 +185,16 @@ class Ours:
         return [inbox.outputs[str(i)] for i in range(len(prompts))]
 
 
-OURS = "this engine"
+OURS, STATIC = "this engine", "transformers.generate"
 PROVIDERS = ("flash_attn_3", "flash_attn", "varlen", "triton", "torch")  # attention providers on a GPU
-ARMS: dict[str, Callable[[Setting], Arm]] = {
-    "transformers.generate": Generate,
+ARMS: dict[str, Callable[[Setting], Any]] = {  # engines that generate greedily
+    STATIC: Generate,
     "transformers, continuous batching": ContinuousBatching,
     "vLLM": Vllm,
     OURS: Ours,
     **{f"{OURS}, {name}": partial(Ours, attention=name) for name in PROVIDERS},
 }
-CPU_ARMS = ("transformers.generate", "transformers, continuous batching", "vLLM", OURS)
+CPU_ARMS = (STATIC, "transformers, continuous batching", "vLLM", OURS)
 # GPU time is scarce: our fast providers come first, torch's attention, by far the slowest, last
 GPU_ARMS = (*(f"{OURS}, {name}" for name in PROVIDERS[:-1]), *CPU_ARMS[1:3][::-1], f"{OURS}, {PROVIDERS[-1]}")
 
@@ -259,7 +245,7 @@ class Contender:
         if setting.threads is not None:  # the OpenMP limit, whichever library uses it
             os.environ["OMP_NUM_THREADS"] = str(setting.threads)
         try:
-            self.takes_uneven: bool = self._ask(_make, name, setting)
+            self._ask(_make, name, setting)
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -291,14 +277,13 @@ class Contender:
 _arm: Any = None  # the engine; set only in a contender's process
 
 
-def _make(name: str, setting: Setting) -> bool:
+def _make(name: str, setting: Setting) -> None:
     global _arm
     if setting.threads is not None:
         import torch
 
         torch.set_num_threads(setting.threads)
     _arm = ARMS[name](setting)
-    return bool(_arm.takes_uneven)
 
 
 def _generate(prompts: list[list[int]], lengths: list[int]) -> tuple[float, list[list[int]], float | None]:
@@ -320,7 +305,7 @@ def on_cpu(spec: ModelSpec, repeats: int, threads: int, dtypes: Sequence[str]) -
             for load in loads:
                 size = f"{spec.num_parameters / 1e6:.1f} M parameters, {dtype}, {threads} threads"
                 print(f"\n  {size}, {load.name}, in turns", flush=True)
-                able = [one for one in contenders if one.takes_uneven or load.is_even]
+                able = [one for one in contenders if load.is_even or one.name != STATIC]
                 _compare(able, load, repeats)
             for one in contenders:
                 one.close()

@@ -78,7 +78,6 @@ class _Fake:
 
     alive: ClassVar[list[str]] = []
     fails: ClassVar[set[str]] = set()
-    takes_uneven = True
 
     def __init__(self, name: str, setting: offline.Setting) -> None:
         if name in self.fails:

@@ -125,12 +125,12 @@ def build_engine(
     )
 
 
-def decode_time(
+def batch_time(
     backend: RealBackend, spec: ModelSpec, batch: int, context: int, num_steps: int,
     sampling: SamplingParams = GREEDY, num_beside: int = 0,
 ) -> StepTime:  # fmt: skip
     """Times decode steps of `batch` sequences that each attend to `context` positions. num_beside: tokens of a prompt
-    that each step computes, too."""
+    that each step computes, too (batch 0: alone, and all of its `context`)."""
     *blocks, table = _tables(backend, batch + 1, context)
     rng = random.Random(batch)
     rows = tuple(
@@ -143,14 +143,6 @@ def decode_time(
         rows += (ScheduledSequence(batch, 0, num_beside, tokens, True, False, table, GREEDY),)
         prefills = (PrefillChunk(0, num_beside),)
     return _time(backend, rows, BatchShape(batch, batch * context, prefills, len(rows)), num_steps)
-
-
-def prefill_time(backend: RealBackend, spec: ModelSpec, num_tokens: int, num_steps: int) -> StepTime:
-    rng = random.Random(num_tokens)
-    tokens = [rng.randrange(spec.vocab_size) for _ in range(num_tokens)]
-    (table,) = _tables(backend, 1, num_tokens)
-    row = ScheduledSequence(0, 0, num_tokens, tokens, True, False, table, GREEDY)
-    return _time(backend, (row,), BatchShape(0, 0, (PrefillChunk(0, num_tokens),), 1), num_steps)
 
 
 def link_bytes_per_s(device: torch.device, to_host: bool) -> float:
@@ -291,19 +283,19 @@ def _step_tables(specs: list[ModelSpec], device: Any, parts: list[str], kv_dtype
         least = partial(floor_s, spec, ceilings, spec.kv_bytes_per_token(kv_dtype))
         if "decode" in parts:
             for batch in BATCHES:
-                taken = decode_time(backend, spec, batch, context, num_steps)
+                taken = batch_time(backend, spec, batch, context, num_steps)
                 _show_step(f"decode, batch {batch}, context {context}", taken, least(batch, context))
         if "sampling" in parts:
             for name, sampling in SAMPLINGS.items():
-                taken = decode_time(backend, spec, SAMPLED, context, num_steps, sampling)
+                taken = batch_time(backend, spec, SAMPLED, context, num_steps, sampling)
                 _show_step(f"{name}, batch {SAMPLED}, context {context}", taken, least(SAMPLED, context))
         if "prefill" in parts:
             for length in prompts:
-                taken = prefill_time(backend, spec, length, max(3, num_steps // 3))
+                taken = batch_time(backend, spec, 0, length, max(3, num_steps // 3), num_beside=length)
                 _show_step(f"prefill, {length} tokens", taken, least(0, 0, length))
         if "mixed" in parts:
             batch, num_beside = MIXED
-            taken = decode_time(backend, spec, batch, context, num_steps, num_beside=num_beside)
+            taken = batch_time(backend, spec, batch, context, num_steps, num_beside=num_beside)
             _show_step(f"mixed, {batch} and {num_beside} tokens", taken, least(batch, context, num_beside))
         if "swap" in parts and is_cuda:
             for num_swapped, to_host in itertools.product(SWAPPED, (True, False)):

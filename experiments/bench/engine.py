@@ -131,7 +131,7 @@ def batch_time(
 ) -> StepTime:  # fmt: skip
     """Times decode steps of `batch` sequences that each attend to `context` positions. num_beside: tokens of a prompt
     that each step computes, too (batch 0: alone, and all of its `context`)."""
-    *blocks, table = _tables(backend, batch + 1, context)
+    *blocks, table = _tables(backend, batch + 1, max(context, num_beside))
     rng = random.Random(batch)
     rows = tuple(
         ScheduledSequence(i, context - 1, 1, [rng.randrange(spec.vocab_size)], True, False, blocks[i], sampling)

@@ -263,6 +263,14 @@ def test_a_classic_study_is_one_command_and_its_report_another(
     assert question in (tmp_path / "r.md").read_text()
 
 
+@pytest.mark.usefixtures("unrendered")
+def test_a_classic_study_as_shipped_is_long_enough_to_answer(tmp_path: Path, say: Say) -> None:
+    say("run", "experiment=preemption", "scheduler.preemption=recompute,swap", f"hydra.sweep.dir={tmp_path}").success()
+    say("report", str(tmp_path), "--out", str(tmp_path / "r.html")).success()
+    answer = (tmp_path / "r.md").read_text().partition("## Answer")[2].partition("##")[0]
+    assert "preemption swap against preemption recompute: better in mean TTFT (−19" in answer
+
+
 def test_studies_that_sweep_are_run_one_at_a_time(tmp_path: Path, say: Say) -> None:
     root = f"hydra.sweep.dir={tmp_path / 's'}"
     assert "run one experiment at a time" in say("run", "experiment=watermark,preemption", root).error()

@@ -191,17 +191,38 @@ def is_sweep(overrides: Sequence[str]) -> bool:
 
 
 def with_swept(overrides: Sequence[str]) -> list[str]:
-    """Returns the overrides, preceded by the sweep of the `experiment` that they name, without keys that they set."""
+    """Returns the overrides over the sweep of the `experiment` that they name (`over_swept`)."""
+    return over_swept(_swept(overrides), overrides)
+
+
+def over_swept(swept: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides over an overlay's sweep, {key: values}. Where they sweep another key than loads and seeds,
+    the overlay's question is not theirs; where they do that or set what it sweeps, its baseline may be no arm of
+    theirs: it is the first arm, unless they name it."""
+    from analysis.naming import is_of_trace, is_seed  # not at the top: the package imports Arrow, which is slow
+
+    given = {item.partition("=")[0].lstrip("+"): item for item in overrides}
+    of_arms = [key for key in given if not is_seed(key) and not is_of_trace(f"{key}.")]
+    asks_else = bool(swept) and any(parsed(given[key]).is_sweep_override() for key in of_arms if key not in swept)
+    values = {key: f"{key}={value}" for key, value in swept.items()}
+    if asks_else:
+        values["report.question"] = "report.question="
+    if asks_else or any(key in swept for key in of_arms):
+        values["report.baseline"] = "report.baseline=null"
+    return list((values | given).values())
+
+
+def _swept(overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns what the `experiment` among the overrides sweeps: {key: values}."""
     if any(parsed(item).is_sweep_override() for item in overrides if item.startswith(f"{OVERLAYS}=")):
-        return list(overrides)
-    given = {item.partition("=")[0].lstrip("+") for item in overrides}
+        return {}
     swept: dict[str, Any] = {}
     for file, params in _of_overlays(overrides, "hydra.sweeper.params"):
         values = params.values() if isinstance(params, dict) else [] if params is None else [None]
         if not all(isinstance(value, str | int | float) for value in values):
             raise ConfigError(f"{file}: hydra.sweeper.params is {shown(params)}; give a key its values as seed: 0,1")
         swept |= params or {}
-    return [*(f"{key}={values}" for key, values in swept.items() if key not in given), *overrides]
+    return swept
 
 
 def swept_in_files(overrides: Sequence[str]) -> Iterator[tuple[Path, set[str]]]:
@@ -215,8 +236,8 @@ def swept_in_files(overrides: Sequence[str]) -> Iterator[tuple[Path, set[str]]]:
 
 def refuse_swept(overrides: Sequence[str]) -> None:
     """Raises ConfigError if the `experiment` of a single run sweeps keys that the overrides do not set."""
-    if swept := with_swept(overrides)[: -len(overrides)]:
-        keys = " and ".join(item.partition("=")[0] for item in swept)
+    given = {item.partition("=")[0].lstrip("+") for item in overrides}
+    if keys := " and ".join(key for key in _swept(overrides) if key not in given):
         raise ConfigError(f"the experiment sweeps {keys}: `testbed run -m` makes all runs; for one, give each a value")
 
 

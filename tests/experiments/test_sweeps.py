@@ -271,6 +271,28 @@ def test_a_classic_study_as_shipped_is_long_enough_to_answer(tmp_path: Path, say
     assert "preemption swap against preemption recompute: better in mean TTFT (−19" in answer
 
 
+@pytest.mark.parametrize(
+    ("study", "own", "question", "baseline"),
+    [
+        ("watermark", "trace.rate=8,9", "How many KV blocks", "watermark 0"),
+        ("watermark", "cache.watermark=0.1,0.05", "How many KV blocks", None),
+        ("preemption scheduler.preemption=recompute", "scheduler.queue_order=fcfs,sjf", "", None),
+        ("preemption report.question=Why?", "scheduler.queue_order=fcfs,sjf", "Why?", None),
+        ("preemption report.baseline=sjf", "scheduler.queue_order=fcfs,sjf", "", "sjf"),
+    ],
+)
+def test_a_studys_question_and_baseline_are_of_what_it_sweeps(
+    tmp_path: Path, say: Say, study: str, own: str, question: str, baseline: str | None
+) -> None:
+    short = ("trace.num_requests=3", "seed=0", f"hydra.sweep.dir={tmp_path / 's'}")
+    said = say("run", "-m", *f"experiment={study}".split(), own, *short)
+    said.success()
+    for run in load_sweep(tmp_path / "s").runs:
+        assert run.config["report"]["question"].startswith(question)
+        assert bool(run.config["report"]["question"]) == bool(question)
+        assert run.config["report"]["baseline"] == baseline
+
+
 def test_studies_that_sweep_are_run_one_at_a_time(tmp_path: Path, say: Say) -> None:
     root = f"hydra.sweep.dir={tmp_path / 's'}"
     assert "run one experiment at a time" in say("run", "experiment=watermark,preemption", root).error()

@@ -27,8 +27,8 @@ class PointsSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         """Runs the points of these overrides. Raises TestbedError with a one-line message, and KeyboardInterrupt."""
-        from experiments.configuration.overrides import not_emptied  # not at the top: not needed for a single run
+        # not at the top: not needed for a single run
+        from experiments.configuration.overrides import not_emptied, over_swept
         from experiments.sweeps.sweep import run_sweep
 
-        swept = [f"{key}={value}" for key, value in self._params.items()]
-        run_sweep(self._context, self._config, [*swept, *not_emptied(arguments)])
+        run_sweep(self._context, self._config, over_swept(self._params, not_emptied(arguments)))

@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from analysis.comparison.arms import Arm, infer_arms
+from analysis.comparison.fidelity import real_noise
 from analysis.comparison.pairs import Pair
 from analysis.load import Run, load_run
 from analysis.progress import progress, progressing
+from analysis.reports.fidelity_findings import probe_of, too_noisy
 from analysis.reports.parts import ReportInput
 from analysis.reports.report import write_report
 from experiments.calibration.calibrate import Extent, Fitted, fit_and_save, profile, together
 from experiments.configuration.compose import compose_config
-from experiments.console import Parser
+from experiments.console import Parser, from_here
+from experiments.runs.parity import check_parity
 from experiments.runs.run import FailedError, execute
 from experiments.wiring.build_engine import real_packages
 from testbed.errors import RunFolderError
@@ -57,7 +61,11 @@ def main(arguments: list[str]) -> int:
     }
     print(f"replaying   {len(policies)} policies on the real engine of this machine: a few minutes", flush=True)
     pairs, made_by = measure_fidelity(out, policies, quick=options.quick)
-    print(f"replayed    {len(policies)} policies on the real engine, each with its simulation: {made_by}")
+    is_scaled = probe_of(pairs[0].real.manifest) is not None
+    noisy = too_noisy(real_noise([pair.reals for pair in pairs]), is_scaled=is_scaled)
+    print(f"replayed    {' '.join(noisy) or f'{len(policies)} policies, each with its simulation: {made_by}'}")
+    decisions = same_decisions([run for pair in pairs for run in pair.reals])
+    print(f"checked     {decisions}", flush=True)
     report = write_report(
         ReportInput(
             arms,
@@ -70,6 +78,7 @@ def main(arguments: list[str]) -> int:
                 "The ablation's prices are the roofline model's for Qwen3-8B on an H100, not measured on one. "
                 "The sim-against-real section measures the simulator's error on this machine, with a small model.",
                 f"How the sim-against-real section was made: {made_by}.",
+                f"{decisions}.",
             ),
         ),
         out / "report.html",
@@ -160,6 +169,19 @@ def measure_fidelity(out: Path, policies: dict[str, list[str]], *, quick: bool) 
         for (name, point), (first, *again) in zip(points.items(), reals.values(), strict=True)
     ]
     return pairs, f"{limit} requests, {scale:g} x the rate, {_scaled_by(reals)}{fitted.description}"
+
+
+def same_decisions(reals: Sequence[Run]) -> str:
+    """Replays every decision of real runs through the simulator; returns a sentence of how many there were. Raises
+    FailedError if one differs."""
+    num_steps = 0
+    for run in progressing(reals, "replay through the simulator", "run"):
+        report = check_parity(run.path)
+        if (other := report.divergence) is not None:
+            folder = from_here(run.path)
+            raise FailedError(f"the simulator decides otherwise at step {other.step}: see `testbed parity {folder}`")
+        num_steps += report.num_steps
+    return f"Every decision of {len(reals)} real runs replayed through the simulator: identical, {num_steps:,} steps"
 
 
 def _scaled_by(reals: dict[str, list[Run]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,12 +13,15 @@ from typing import Any
 
 import pytest
 
+from analysis.load import load_run
 from experiments.bench import simulator
 from experiments.calibration import calibrate
 from experiments.cli import main
 from experiments.configuration.options import options
 from experiments.demo import command as demo_real
 from experiments.runs.environment import describe_versions
+from experiments.runs.parity import DivergedError, ParityReport
+from experiments.runs.run import FailedError
 from testbed import compiled
 from testbed.errors import TestbedError
 from tests.experiments.kit import SHORT, TINY, Say, manifest_of, option, write_rows
@@ -283,6 +287,7 @@ def test_the_demo_makes_its_report(tmp_path: Path, say: Say, monkeypatch: pytest
         "experiments.demo.command.run_point": lambda point, folder: run_point(
             [*point, "trace.num_requests=40"], folder
         ),
+        "experiments.demo.command.too_noisy": lambda noise, is_scaled: ["The machine was too noisy."],
         "experiments.demo.command.RATE_SCALES": (4.0,),
         "experiments.demo.command.profile": lambda config, extent: profile(
             config, replace(extent, repeats=1, num_requests=2, max_s=300.0)
@@ -300,6 +305,14 @@ def test_the_demo_makes_its_report(tmp_path: Path, say: Say, monkeypatch: pytest
     said = say("demo", "--quick", "--out", str(tmp_path / "demo")).success()
     text = (tmp_path / "demo" / "report.html").read_text()
     assert str(tmp_path / "demo" / "report.html") in said
+    assert "replayed    The machine was too noisy.\n" in said
+    decisions = re.search(r"Every decision of 4 real runs replayed through the simulator: identical, \d+ steps", said)
+    assert decisions
+    assert decisions[0] in text
+    other = DivergedError(7, None, None, "a mutant")
+    monkeypatch.setattr("experiments.demo.command.check_parity", lambda folder: ParityReport(7, 0, other))
+    with pytest.raises(FailedError, match=r"otherwise at step 7: see `testbed parity .*real/pre"):
+        demo_real.same_decisions([load_run(next((tmp_path / "demo" / "real").glob("prefill*")))])
     assert "data:image/" in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "not empty" in say("demo", "--quick", "--out", str(tmp_path / "demo")).error()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import fields
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -73,6 +77,29 @@ def test_every_file_that_a_page_names_or_links_is_there(page: Path) -> None:
 def test_a_page_names_all_that_can_be_chosen_there(page: str, names: Iterable[str]) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert [name for name in names if f"`{name}`" not in text] == []
+
+
+# --- README.md ---
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_the_comparison_in_the_readme_has_the_result_that_is_quoted(
+    here: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [entry for entry in sys.path if entry not in ("", str(ROOT))]
+    monkeypatch.setattr(sys, "path", [*others, str(here), str(ROOT)])  # the repository may have a mine.py, too
+    policy, commands, script = (block for block in shown("../README.md") if "shortest_prompt_first" in block)
+    (here / "mine.py").write_text(policy)
+    for command in commands.replace("\\\n", "").splitlines()[1:]:
+        say(*shlex.split(command)[1:]).success()
+    report = (here / "sweeps" / "mine.md").read_text().replace("\xa0", " ")
+    quoted = re.search(r"\n> - (.*?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert quoted
+    for part in re.split(r"\n- |, …; ", quoted[1].replace("\n> -", "\n-").replace("\n>  ", "")):
+        assert part in report
+    with redirect_stdout(StringIO()) as said:
+        exec(script, {})
+    assert said.getvalue().split() == script.rpartition("# ")[2].replace(",", "").split()
 
 
 # --- docs/vllm.md ---

@@ -61,8 +61,22 @@ def test_every_file_that_a_page_names_or_links_is_there(page: Path) -> None:
     for file in re.findall(rf"`((?:{ROOMS}|tests|docs)/[\w/.-]+)`", text):
         if not file.startswith("testbed/_compiled"):
             assert (ROOT / file).exists(), file
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (page.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
+        file = page.parent / link if link else page
+        assert file.exists(), link
+        assert not anchor or anchor in map(anchor_of, re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)), anchor
+
+
+def anchor_of(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_page_of_results_is_linked_from_a_page() -> None:
+    results = {page.name: page.read_text() for page in (ROOT / "docs" / "results").glob("*.md")}
+    for name in results:
+        texts = [*(page.read_text() for page in PAGES), *(text for other, text in results.items() if other != name)]
+        assert any(f"{name})" in text or f"{name}#" in text for text in texts), name
 
 
 @pytest.mark.parametrize(

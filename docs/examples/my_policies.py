@@ -22,6 +22,7 @@ from testbed.core.plan import BatchShape, BlockedBy, PreemptionMode, PrefillChun
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
+from testbed.policies.compositions.swap_in import take_all_back
 from testbed.policies.context import LengthOracle, PolicyContext, bind
 from testbed.policies.orders import KeyedQueue
 from testbed.policies.queue_order import FCFS
@@ -259,20 +260,8 @@ class FewPrefills:
             if num_tokens and step.reserve(seq, num_tokens):  # False: it was preempted itself
                 step.schedule(seq, num_tokens)
         if not step.preempted:
-            self._swap_in(step)
+            take_all_back(step)
         self._admit(step)
-
-    def _swap_in(self, step: Step) -> None:
-        for seq in step.swapped():
-            num_tokens = step.next_chunk(seq)
-            if not num_tokens or step.num_running + seq.num_seqs > step.limits.max_num_seqs:
-                return
-            status = step.can_swap_in(seq)  # NEVER has ended it
-            if status is AllocStatus.LATER:
-                return
-            if status is AllocStatus.OK:
-                step.bring_in(seq)
-                step.resume(seq, num_tokens)
 
     def _admit(self, step: Step) -> None:
         while (seq := step.head()) is not None:

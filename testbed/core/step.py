@@ -211,12 +211,10 @@ class Step:
     def next_chunk(self, seq: Sequence) -> int:
         """Returns how many tokens a swapped-out sequence computes when it is swapped in; 0: the budget is too low. The
         rest of a prefill is computed in one chunk, unless it exceeds the budget of a whole step."""
-        if not seq.is_prefilling:
-            return 1 if self.token_budget >= seq.num_together else 0
         missing = seq.num_tokens - seq.num_computed_tokens
-        if missing > self.limits.max_num_batched_tokens:
-            return min(missing, max(0, self.token_budget))
-        return missing if missing <= self.token_budget else 0
+        if missing * seq.num_together <= self.token_budget:
+            return missing
+        return max(0, self.token_budget) if missing > self.limits.max_num_batched_tokens else 0
 
     # --- admission ---
 

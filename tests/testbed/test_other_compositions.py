@@ -9,7 +9,8 @@ from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy, PrefillChunk
 from testbed.core.sampling import SamplingParams
 from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSplit
-from tests.testbed.core_kit import make_limits, make_request, make_scheduler
+from testbed.policies.preemption import Swap
+from tests.testbed.core_kit import ALL_COMPOSITIONS, make_limits, make_request, make_scheduler
 from tests.testbed.stepping import add, drain, preempted, rows, scheduled, step, steps
 
 # --- prefill_decode_split ---
@@ -170,8 +171,24 @@ def test_what_a_static_batch_preempted_belongs_to_the_next_batch() -> None:
     assert seen[5:] == [([("b", 5), ("c", 2)], [], None)]
 
 
-def test_what_comes_back_to_a_static_batch_keeps_to_its_budget() -> None:
-    scheduler = make_scheduler("static", limits=make_limits(budget=3), num_blocks=9, num_cpu_blocks=8, block_size=2)
+# --- what they share ---
+
+
+@pytest.mark.parametrize("composition", ALL_COMPOSITIONS)
+def test_a_step_that_preempts_takes_nobody_back(composition: str) -> None:
+    """x is swapped out for b, and b for a, which leaves 6 blocks free; x with room to grow needs 3."""
+    scheduler = make_scheduler(
+        composition, num_blocks=10, num_cpu_blocks=9, block_size=2, caching=False, preemption=Swap()
+    )
+    add(scheduler, make_request("a", 4, 14), make_request("b", 9, 9), make_request("x", 1, 9))
+    plans = [step(scheduler)[0] for _ in range(6)]
+    assert [preempted(plan) for plan in plans] == [[], [], ["x"], [], ["b"], []]
+    assert [plan.swapped_in for plan in plans] == [(), (), (), (), (), ("x",)]
+
+
+@pytest.mark.parametrize("composition", ["static", "iteration_level"])
+def test_what_comes_back_to_a_batch_keeps_to_its_budget(composition: str) -> None:
+    scheduler = make_scheduler(composition, limits=make_limits(budget=3), num_blocks=9, num_cpu_blocks=8, block_size=2)
     group = make_request("three", 1, 3, sampling=SamplingParams(n=3, temperature=1))
     add(scheduler, make_request("a", 1, 12), make_request("b", 1, 9), group)
     plans = [(rows(plan), plan.swapped_in) for plan, _ in steps(scheduler)]

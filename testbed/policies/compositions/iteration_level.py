@@ -7,6 +7,7 @@ from mypy_extensions import mypyc_attr
 from testbed.blocks.demand import AllocStatus
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
+from testbed.policies.compositions.swap_in import take_all_back
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -23,19 +24,8 @@ class IterationLevel:
     def compose(self, step: Step) -> None:
         step.decode()
         if not step.preempted:
-            self._swap_in(step)
+            take_all_back(step)
         self._admit(step)
-
-    def _swap_in(self, step: Step) -> None:
-        for seq in step.swapped():
-            num_tokens = seq.num_tokens - seq.num_computed_tokens
-            if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
-                return
-            is_alone = step.token_budget == step.limits.max_num_batched_tokens
-            if num_tokens * seq.num_together > step.token_budget and not is_alone:
-                return
-            if step.take_back(seq, num_tokens) is AllocStatus.LATER:
-                return
 
     def _admit(self, step: Step) -> None:
         while (seq := step.head()) is not None:

@@ -7,6 +7,7 @@ from mypy_extensions import mypyc_attr
 from testbed.blocks.demand import AllocStatus
 from testbed.core.plan import BlockedBy
 from testbed.core.step import Step
+from testbed.policies.compositions.swap_in import take_all_back
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -25,16 +26,11 @@ class Static:
         if step.num_running or step.num_swapped:
             step.decode()
             if not step.preempted:
-                self._swap_in(step)
+                take_all_back(step)
             if step.num_waiting:
                 step.blocked(BlockedBy.BATCH)
         else:
             self._admit(step)
-
-    def _swap_in(self, step: Step) -> None:
-        for seq in step.swapped():
-            if not (num_tokens := step.next_chunk(seq)) or step.take_back(seq, num_tokens) is AllocStatus.LATER:
-                return
 
     def _admit(self, step: Step) -> None:
         while (seq := step.head()) is not None:

@@ -8,6 +8,7 @@ from testbed.blocks.demand import AllocStatus
 from testbed.core.plan import BlockedBy
 from testbed.core.state import RUNNING
 from testbed.core.step import Step
+from testbed.policies.compositions.swap_in import take_all_back
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -40,19 +41,8 @@ class Unified:
             elif self._own_victim_ends_round:
                 break
         if step.num_swapped and not step.preempted:
-            self._swap_in(step)
+            take_all_back(step)  # vLLM V1 never swaps; here groups of several do, and others by the `preemption` mode
         self._admit(step, threshold)
-
-    def _swap_in(self, step: Step) -> None:
-        """Swaps sequences in. vLLM V1 never swaps; here groups of several do, and others by the `preemption` mode."""
-        for seq in step.swapped():
-            num_tokens = step.next_chunk(seq)
-            if not num_tokens:
-                return
-            if step.num_running + seq.num_seqs > step.limits.max_num_seqs:
-                return
-            if step.take_back(seq, num_tokens) is AllocStatus.LATER:
-                return
 
     def _admit(self, step: Step, threshold: int) -> None:
         while (seq := step.head()) is not None:

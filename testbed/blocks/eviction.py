@@ -176,18 +176,13 @@ class LFU(Evictor):
     def __init__(self) -> None:
         self._heap: LazyHeap[int, int] = LazyHeap()  # ordered by hits, then release
         self._hits: dict[int, int] = {}  # block: hits of its content, if there are any
-        self._releases: dict[int, int] = {}  # block: the number of its last release, counted over all blocks
-        self._num_releases = 0
 
     def add(self, block: int, depth: int, last_step: int) -> None:
-        self._releases[block] = self._num_releases
-        self._num_releases += 1
-        self._push(block)
+        self._heap.put(block, (self._hits.get(block, 0),), block)
 
     def hit(self, block: int) -> None:
+        """Counts for the next release: a block that is hit is referenced."""
         self._hits[block] = self._hits.get(block, 0) + 1
-        if block in self._heap:
-            self._push(block)
 
     def remove(self, block: int) -> None:
         self._heap.remove(block)
@@ -199,6 +194,3 @@ class LFU(Evictor):
 
     def __len__(self) -> int:
         return len(self._heap)
-
-    def _push(self, block: int) -> None:
-        self._heap.put(block, (self._hits.get(block, 0), self._releases[block]), block)

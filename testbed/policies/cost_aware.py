@@ -31,10 +31,8 @@ class CostAware(Evictor):
         self._costs: list[int] = []  # by depth
         self._heap: LazyHeap[int, int] = LazyHeap()  # ordered by priority, then release
         self._hits: dict[int, int] = {}  # block: hits of its content, if there are any
-        self._released: dict[int, tuple[int, int, int]] = {}  # block: depth, least worth, release
         self._inflation = 0
         self._neighbour = (-1, 0)  # depth and worth of the block released just before
-        self._num_releases = 0
 
     def bind(self, context: PolicyContext) -> None:
         self._block_size = context.blocks.block_size
@@ -43,15 +41,14 @@ class CostAware(Evictor):
     def add(self, block: int, depth: int, last_step: int) -> None:
         next_depth, next_worth = self._neighbour
         least_worth = next_worth if next_depth == depth + 1 else 0
-        self._released[block] = (depth, least_worth, self._num_releases)
-        self._num_releases += 1
-        self._neighbour = (depth, self._push(block))
+        worth = max(least_worth, (1 + self._hits.get(block, 0)) * self._cost(depth))
+        self._heap.put(block, (self._inflation + worth,), block)
+        self._neighbour = (depth, worth)
 
     def hit(self, block: int) -> None:
+        """Counts for the next release: a block that is hit is referenced."""
         self._hits[block] = self._hits.get(block, 0) + 1
         self._neighbour = (-1, 0)
-        if block in self._heap:
-            self._push(block)
 
     def remove(self, block: int) -> None:
         self._heap.remove(block)
@@ -68,13 +65,6 @@ class CostAware(Evictor):
 
     def __len__(self) -> int:
         return len(self._heap)
-
-    def _push(self, block: int) -> int:
-        """Inserts or moves the block by its current worth, and returns that worth."""
-        depth, least_worth, release = self._released[block]
-        worth = max(least_worth, (1 + self._hits.get(block, 0)) * self._cost(depth))
-        self._heap.put(block, (self._inflation + worth, release), block)
-        return worth
 
     def _cost(self, depth: int) -> int:
         """Returns the cost of computing a block at this depth; calls the estimator once for each depth."""

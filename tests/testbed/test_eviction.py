@@ -57,8 +57,28 @@ def drain(policy: EvictionPolicy) -> list[int]:
     return [policy.pop() for _ in range(len(policy))]
 
 
+class NotOurs:
+    """Of a user's class, which is none of ours; a victim may be NumPy's integer."""
+
+    def __init__(self) -> None:
+        self._policy = LFU()
+        self.add, self.hit, self.remove = self._policy.add, self._policy.hit, self._policy.remove
+
+    def pop(self) -> np.int64:
+        return np.int64(self._policy.pop())
+
+    def __len__(self) -> int:
+        return len(self._policy)
+
+
+def of_a_user() -> EvictionPolicy:
+    policy: Any = NotOurs()
+    return evictor(policy)
+
+
 EVERY = {
     **POLICIES["cache.eviction"],
+    "of_a_user": of_a_user,
     "lru_by_last_step": LRUByLastStep,
     "cost_aware": lambda: bound(CostAware(), PricePerDepth()),
 }
@@ -88,9 +108,9 @@ def test_memory_is_bounded_by_the_blocks_whatever_comes_and_goes(name: str) -> N
     policy: Any = EVERY[name]()
     for step in range(3000):
         release(policy, 0, 1, 2, last_step=step)
-        policy.hit(1)
         for block in (0, 1, 2):
             policy.remove(block)
+        policy.hit(1)
     heap = getattr(policy, "_heap", None)
     assert heap is None or len(heap._entries) <= 2 * 3 + 64 + 1
 
@@ -174,13 +194,11 @@ def test_fifo_goes_by_the_first_release_of_the_content() -> None:
 
 def test_lfu_goes_by_hits_then_by_release() -> None:
     policy = LFU()
-    policy.hit(1)  # while its first owner still runs
-    release(policy, 1)
-    release(policy, 2)
-    release(policy, 3)
-    policy.hit(2)
-    policy.hit(2)
-    assert drain(policy) == [3, 1, 2]
+    for block in (1, 2, 2, 4):  # while their first owners still run
+        policy.hit(block)
+    for block in (4, 2, 3, 1):
+        release(policy, block)
+    assert drain(policy) == [3, 4, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["lfu", "cost_aware"])
@@ -204,9 +222,9 @@ def test_a_deep_block_costs_more_than_a_shallow_one_of_another_prefix() -> None:
 
 def test_a_hit_doubles_what_a_block_is_worth() -> None:
     policy = bound(CostAware(), PricePerDepth())
+    policy.hit(1)
     policy.add(1, 3, 0)  # 4, twice that with its hit
     policy.add(2, 6, 0)  # 7
-    policy.hit(1)
     assert drain(policy) == [2, 1]
 
 
@@ -251,48 +269,42 @@ class Naive:
     """What a policy should do, told in the plainest way: facts of each block, and a minimum over all of them."""
 
     name: str
-    free: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # block: depth, last_step, release, floor, priority
+    free: dict[int, tuple[int, ...]] = field(default_factory=dict)  # block: depth, last_step, release, priority
     hits: dict[int, int] = field(default_factory=dict)
     firsts: dict[int, int] = field(default_factory=dict)
     clock: int = 0
     inflation: int = 0
     neighbour: tuple[int, int] | None = None  # depth and worth of the block released by the call before
 
-    def worth(self, block: int, depth: int, floor: int) -> int:
-        return max(floor, (1 + self.hits.get(block, 0)) * (depth + 1))
-
     def add(self, block: int, depth: int, last_step: int) -> None:
         self.clock += 1
         self.firsts.setdefault(block, self.clock)
         floor = self.neighbour[1] if self.neighbour and self.neighbour[0] == depth + 1 else 0
-        worth = self.worth(block, depth, floor)
-        self.free[block] = (depth, last_step, self.clock, floor, self.inflation + worth)
+        worth = max(floor, (1 + self.hits.get(block, 0)) * (depth + 1))
+        self.free[block] = (depth, last_step, self.clock, self.inflation + worth)
         self.neighbour = (depth, worth)
 
     def hit(self, block: int) -> None:
         self.neighbour = None
         self.hits[block] = self.hits.get(block, 0) + 1
-        if block in self.free:
-            depth, last_step, released, floor, _ = self.free[block]
-            self.free[block] = (depth, last_step, released, floor, self.inflation + self.worth(block, depth, floor))
 
     def remove(self, block: int) -> None:
         self.neighbour = None
         del self.free[block]
 
     def key(self, block: int) -> tuple[int, ...]:
-        depth, last_step, released, _, priority = self.free[block]
+        depth, last_step, released, priority = self.free[block]
         return {
             "lru": (released,),
             "lru_by_last_step": (last_step, -depth, block),
             "fifo": (self.firsts[block],),
-            "lfu": (self.hits.get(block, 0), released),
-        }.get(self.name, (priority, released))
+            "cost_aware": (priority, released),
+        }.get(self.name, (self.hits.get(block, 0), released))
 
     def pop(self) -> int:
         self.neighbour = None
         block = min(self.free, key=self.key)
-        self.inflation = self.free.pop(block)[4]
+        self.inflation = self.free.pop(block)[3]
         self.hits.pop(block, None)
         del self.firsts[block]
         return block
@@ -321,25 +333,14 @@ def test_a_policy_evicts_what_a_search_over_all_blocks_would(name: str, calls: l
             blocks = [item for item in range(block, block + depth) if item not in naive.free]
             release(policy, *blocks, last_step=step)
             release(naive, *blocks, last_step=step)  # type: ignore[arg-type]
-        elif call == "remove" and block in naive.free:
+        elif call in ("remove", "hit") and block in naive.free:
             policy.remove(block)
             naive.remove(block)
-        elif call == "hit":
+        if call == "hit":  # by who references it now, or beside others
             policy.hit(block)
             naive.hit(block)
         elif call == "pop" and naive.free:
-            assert policy.pop() == naive.pop()
+            victim = policy.pop()
+            assert (type(victim), victim) == (int, naive.pop())
         assert len(policy) == len(naive.free)
     assert drain(policy) == [naive.pop() for _ in range(len(naive.free))]
-
-
-class NumpysVictims:
-    """Of a user's class, which knows nothing of ours."""
-
-    def pop(self) -> np.int64:
-        return np.int64(5)
-
-
-def test_a_victim_may_be_numpy_s_integer() -> None:
-    policy: Any = NumpysVictims()
-    assert type(evictor(policy).pop()) is int

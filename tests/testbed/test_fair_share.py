@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import testbed.policies.orders as orders
 from testbed.core.sequence import Sequence
 from testbed.policies.queue_order import FCFS
+from tests.testbed.admission_kit import forked
+from tests.testbed.admission_kit import make_seq as group_seq
 from tests.testbed.orders_kit import World, bound, drain, emit, make_seq, play, pushed
 
 # --- fair share ---
@@ -176,6 +178,28 @@ def test_vtc_gives_back_what_an_abort_or_a_hit_saves() -> None:
     assert queue.counter("a") == 60
     queue.left(running, 0)
     assert queue.counter("a") == 30
+
+
+def test_vtc_forgets_a_request_with_its_last_sequence() -> None:
+    queue = bound(orders.VirtualTokenCounter())
+    first, second = forked(*(group_seq(i, 10, num_seqs=2, request_id="g", tenant="a") for i in range(2)))
+    queue.remove(pushed(queue, first).head(0))
+    first.num_computed_tokens = 10
+    emit(first, 1)
+    queue.served(first, 10, 1, 0)
+    queue.served(second, 0, 1, 0)
+    assert queue.counter("a") == 10 + 2 * 2
+    for seq in (first, second):  # preempted, they are sequences of their own
+        seq.restart()
+        queue.push_preempted(seq)
+    queue.remove(second)
+    queue.left(second, 0)
+    second.group.members.remove(second)
+    queue.remove(first)
+    assert queue.counter("a") == 14, "the prompt has been computed"
+    queue.left(first, 0)
+    queue.remove(pushed(queue, group_seq(2, 10, request_id="g", tenant="a")).head(0))
+    assert queue.counter("a") == 24, "another request of that name"
 
 
 def test_vtc_charges_a_prompt_whose_token_comes_after_its_preemption() -> None:

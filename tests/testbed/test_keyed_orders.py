@@ -227,6 +227,7 @@ def test_hrrn_lets_a_short_job_pass_a_long_one_until_that_has_waited_enough() ->
     late_short = make_seq(2, 10, arrival_ns=2000 * NS_PER_S)
     queue.push(late_short)
     assert queue.head(2010 * NS_PER_S) is long
+    assert queue.rank(late_short, 2001 * NS_PER_S)[0] == -(NS_PER_S << orders.response_ratio.RATIO_BITS) // 10
 
 
 @pytest.mark.parametrize("key", [0, None, "a", [1], (0.5, 1), (float("nan"),), (1, "a"), (None, 0), (Fraction(2), 0)])

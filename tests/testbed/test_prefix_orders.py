@@ -62,8 +62,9 @@ def test_lpm_looks_up_once_a_step() -> None:
 def test_lpm_defers_duplicates_of_a_prefix_until_the_next_step() -> None:
     shared = list(range(50))
     blocks = caching()
-    queue = bound(orders.longest_prefix(), blocks=blocks)
-    pushed(queue, make_seq(0, [*shared, 1]), make_seq(1, [*shared, 2]), make_seq(2, 40), make_seq(3, [*shared, 3]))
+    queue = bound(orders.longest_prefix(duplicate_tokens=50), blocks=blocks)
+    other = [9, *shared[1:]]
+    pushed(queue, make_seq(0, [*shared, 1]), make_seq(1, shared), make_seq(2, other), make_seq(3, [*shared, 3]))
     assert queue.head(1).seq_id == 0
     queue.remove(queue.head(1))
     assert queue.head(1).seq_id == 2, "who shares what is computed in this step goes behind"
@@ -158,12 +159,12 @@ def test_depth_first_keeps_salts_apart_and_takes_long_chains_of_prefixes() -> No
 
 def test_depth_first_follows_a_sequence_that_comes_back_longer() -> None:
     queue = bound(orders.depth_first(tree="waiting"))
-    seq, other, twin = make_seq(0, [1] * 4), make_seq(1, [2] * 4), make_seq(2, [1] * 4 + [0] * 4)
-    pushed(queue, seq, other, twin)
-    assert queue.head(1) is twin, "two share the first block; its own one comes last"
+    a, b, c = [1] * 4, [0] * 4, [2] * 4
+    twin, other, seq, longer = (make_seq(i, path) for i, path in enumerate(([*a, *b], c, [*a, *b[:3]], [*a, *b, *c])))
+    pushed(queue, twin, other, seq, longer)
+    assert [one.seq_id for one in (queue.head(1), *queue)] == [3, 0, 1, 2, 3]
     queue.remove(seq)
-    emit(seq, 4)
-    queue.push_preempted(seq)
-    path = [*seq.tokens[: seq.num_tokens]]
-    assert path != [1] * 4
-    assert drain(queue, 2) == [0, 2, 1]
+    emit(seq, 1)
+    assert [*seq.tokens] == [*twin.tokens]
+    queue.push_preempted(seq)  # before all others, and yet behind who came before it
+    assert drain(queue, 2) == [3, 0, 2, 1]

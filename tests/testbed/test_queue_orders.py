@@ -107,3 +107,10 @@ def test_bad_parameters_are_refused_in_one_line(make: Any, message: str) -> None
     with pytest.raises(ConfigError, match=rf"^scheduler\.queue_order\.{message}") as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_the_bounds_of_parameters_are_values() -> None:
+    orders.HighestResponseRatioNext(classes_per_doubling=1)
+    orders.HighestResponseRatioNext(classes_per_doubling=1024)
+    orders.longest_prefix(max_waiting=0, max_cached_tokens=0, duplicate_tokens=0)
+    orders.VirtualTokenCounter(input_weight=0, output_weight=0)

@@ -82,5 +82,5 @@ class HighestResponseRatioNext:
         return seq.num_prompt_tokens + (self._oracle.predict(seq) or 0)
 
     def _rank(self, seq: Sequence, service: int, now_ns: int) -> Rank:
-        wait_ns = max(0, now_ns - seq.request.arrival_ns)
+        wait_ns = now_ns - seq.request.arrival_ns
         return -((wait_ns << RATIO_BITS) // service), seq.seq_id

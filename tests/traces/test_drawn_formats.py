@@ -26,8 +26,9 @@ def archive(path: Path, files: dict[str, str]) -> Path:
     with tarfile.open(fileobj=buffer, mode="w:gz" if path.name.endswith("gz") else "w") as tar:
         for name, text in files.items():
             member = tarfile.TarInfo(name)
-            member.size = len(text.encode())
-            tar.addfile(member, io.BytesIO(text.encode()))
+            member.size = len(text.encode("utf-8", "surrogateescape"))
+            member.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            tar.addfile(member, io.BytesIO(text.encode("utf-8", "surrogateescape")))
     raw = buffer.getvalue()
     path.write_bytes(pa.compress(raw, codec="zstd", asbytes=True) if path.name.endswith("zst") else raw)
     return path
@@ -100,10 +101,12 @@ def test_lengths_are_those_of_the_last_window_that_has_any(tmp_path):
 def test_the_seed_alone_decides_and_all_archives_are_alike(tmp_path):
     first = archive(tmp_path / "s.tar.gz", clients())
     (tmp_path / "folder").mkdir()
-    for name, text in clients().items():
+    for name, text in (clients() | {"readme.md": ""}).items():
         (tmp_path / "folder" / Path(name).name).write_text(text)
+    (tmp_path / "folder" / "chunk-9-trace.csv").mkdir()
+    plain = archive(tmp_path / "s.tar", clients() | {"m/chunk-9-trace.csv/": ""})  # a folder, too
     prints = {fingerprint(read_trace("servegen", path, seed=3)) for path in (
-        first, archive(tmp_path / "s.tar", clients()), archive(tmp_path / "s.tar.zst", clients()), tmp_path / "folder",
+        first, plain, archive(tmp_path / "s.tar.zst", clients()), tmp_path / "folder",
     )}  # fmt: skip
     assert len(prints) == 1
     assert fingerprint(read_trace("servegen", first, seed=4)) not in prints
@@ -136,6 +139,7 @@ def test_the_seed_alone_decides_and_all_archives_are_alike(tmp_path):
         (clients(data=dataset("{1_0: 1.0}")), "field 'tokens' is '{1_0: 1.0}'"),
         (clients(data=dataset("{\u0663: 1.0}")), "field 'tokens' is"),
         (clients("0,\u0663,1,Gamma,1,1\n"), "field 'rate' is '\u0663'"),
+        (clients("0,\udcff,1,Gamma,1,1\n"), r"s\.tar\.gz:m/chunk-0-trace\.csv: not UTF-8 text \(invalid start byte\)"),
         ({"m/chunk-x-trace.csv": WINDOWS}, "the file's name is unknown; expected chunk-N-trace.csv"),
         ({"m/chunk-\u00b2-trace.csv": WINDOWS}, "the file's name is unknown; expected chunk-N-trace.csv"),
         ({"readme.md": ""}, "no client; expected files chunk-N-trace.csv"),
@@ -153,7 +157,7 @@ def test_damaged_archives_are_refused(tmp_path, name):
     (tmp_path / name).write_bytes(whole[: len(whole) // 3])
     check_refused("servegen", tmp_path / name, r"damaged|no client|has no lengths")
     (tmp_path / name).write_bytes(b"no archive at all, but long enough to be read as one " * 20)
-    check_refused("servegen", tmp_path / name, "damaged")
+    check_refused("servegen", tmp_path / name, rf"{name}: damaged")
     check_refused("servegen", tmp_path / "absent.tar", r"absent\.tar: does not exist")
 
 

@@ -120,6 +120,7 @@ def test_ids_and_unknown_fields(tmp_path):
     del row["request_id"]
     trace = read_trace("jsonl", jsonl(tmp_path, row, row))
     assert [row.request_id for row in trace] == ["0", "1"]
+    assert [row.request_id for row in read_trace("jsonl", jsonl(tmp_path, request(7), row))] == ["7", "1"]
     assert trace.notes == ("ignored fields: colour",)
     for stream in (False, True):
         with pytest.raises(
@@ -209,6 +210,8 @@ def test_pandas_writes_missing_numbers_as_nan(tmp_path):
                       "session_id": ["s", None]})  # fmt: skip
     pq.write_table(table, tmp_path / "t.parquet")
     assert [row.turn for row in read_trace("parquet", tmp_path / "t.parquet")] == [0, None]
+    pq.write_table(pa.table({"arrival_time": [float("nan")], "prompt_tokens": [3]}), tmp_path / "t.parquet")
+    check_refused("parquet", tmp_path / "t.parquet", r"t\.parquet:1: field 'arrival_time' is nan; expected a number")
 
 
 def test_unknown_extensions_and_broken_parquet_are_refused(tmp_path):
@@ -284,6 +287,9 @@ BAD_ROWS = [
     ({"arrival_time": 0, "prompt_token_ids": [1, -2]}, r"field 'prompt_token_ids\[1\]' is -2; expected a token id"),
     ({"arrival_time": 0, "prompt_token_ids": ["1"]}, r"field 'prompt_token_ids\[0\]' is '1'"),
     ({"arrival_time": 0, "prompt_token_ids": "one"}, "field 'prompt_token_ids' is 'one'"),
+    ({"arrival_time": 0, "prompt_token_ids": 5}, "field 'prompt_token_ids' is 5; expected a list of at least one"),
+    ({**GOOD, "request_id": " "}, "field 'request_id' is ' '; expected a name that is not empty"),
+    ({**GOOD, "request_id": True}, "field 'request_id' is True; expected a name"),
     ({**GOOD, "request_id": ""}, "field 'request_id' is ''; expected a name that is not empty"),
     ({**GOOD, "request_id": [1]}, r"field 'request_id' is \[1\]"),
     ({**GOOD, "priority": "high"}, "field 'priority' is 'high'; expected a whole number"),

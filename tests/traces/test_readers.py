@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.readers import json_list, open_trace, read_trace
 from testbed.traces.readers.json_list import json_items
-from testbed.traces.readers.open_text import read_pieces
+from testbed.traces.readers.open_text import read_pieces, watching
+from testbed.traces.schema import Span
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import materialize
 from tests.traces.kit import check_refused, json_lines, published, write
@@ -93,6 +95,7 @@ def test_mixed_offsets_are_refused(tmp_path):
     ("text", "message"),
     [
         ("", r"a\.csv: the file is empty"),
+        ("TIMESTAMP\n", "'ContextTokens' is missing; .*, found TIMESTAMP$"),
         ("2023-11-16 18:15:46,44,44\n", r"expected each name once; the first line has values: put the columns' names "),
         ("2023-11-16 18:15:46,374,44\n", r"found 2023-11-16 18:15:46, 374, 44; the first line has values: put the "),
         ("TIMESTAMP\tContextTokens\n", r"; separate the columns by commas$"),
@@ -109,6 +112,41 @@ def test_absent_files_and_folders_are_refused(tmp_path):
     check_refused("azure", tmp_path / "nowhere.csv", absent)
     check_refused("azure", tmp_path, "is a folder; expected a file")
     check_refused("azure", "/dev/null", "/dev/null: is no plain file; expected the path of a trace file")
+    check_refused("sharegpt", tmp_path / "nowhere.csv", absent)
+    if Path("/proc/self/mem").is_file():  # its first page is nobody's
+        check_refused("azure", "/proc/self/mem", "^/proc/self/mem: cannot be read: Input/output error$")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "lines"),
+    [
+        ("azure", AZURE, [2, 3, 4]),
+        ("burstgpt", BURST + "5,M,7,1,8,x\n6,M,7,0,7,x\n6,M,7,1,8,x\n", [2, 4]),
+        ("lengths", "num_prefill_tokens,num_decode_tokens\n74,918\n290,905\n", [2, 3]),
+    ],
+)
+def test_lengths_alone_are_contents_of_their_own_from_their_first_token_on(tmp_path, form, text, lines):
+    trace = read_trace(form, write(tmp_path, "a.csv", text))
+    keys = [row.prompt[0].key for row in trace]
+    assert len({*keys}) == len(lines)
+    for row, key in zip(trace, keys, strict=True):
+        num_prompt = row.num_prompt_tokens
+        assert (row.prompt, row.output) == ((Span(key, 0, num_prompt),), Span(key, num_prompt, row.num_output_tokens))
+    assert [(row.request_id, row.place.rpartition(":")[2]) for row in trace] == [
+        (f"{form}-{i}", str(line)) for i, line in enumerate(lines)
+    ]
+
+
+def test_what_is_read_is_told_as_it_is_read(tmp_path):
+    rows = "".join(f"\n2023-11-17 00:00:0{i % 10},1,1" for i in range(3996))
+    chats = json.dumps([{"conversations": []}] * 9, indent=0)
+    told = []
+    with watching(told.append):
+        read_trace("azure", write(tmp_path, "a.csv", AZURE + rows))
+        list(json_items(write(tmp_path, "s.json", chats), "chats"))
+    assert told == [2000, 2000, chats.count("\n")]
+    read_trace("azure", tmp_path / "a.csv")
+    assert len(told) == 3
 
 
 # --- compression ---
@@ -116,12 +154,12 @@ def test_absent_files_and_folders_are_refused(tmp_path):
 
 def test_compressed_files_are_read(tmp_path):
     plain = read_trace("azure", write(tmp_path, "a.csv", AZURE))
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(AZURE.encode()))
+    (tmp_path / "A.CSV.GZ").write_bytes(gzip.compress(AZURE.encode()))
     half = len(AZURE) // 2
     frames = [pa.compress(part.encode(), codec="zstd", asbytes=True) for part in (AZURE[:half], AZURE[half:])]
     (tmp_path / "a.csv.zst").write_bytes(b"".join(frames))
-    assert fingerprint(read_trace("azure", tmp_path / "a.csv.gz")) == fingerprint(plain)
-    assert fingerprint(read_trace("azure", tmp_path / "a.csv.zst")) == fingerprint(plain)
+    assert fingerprint(read_trace("auto", tmp_path / "A.CSV.GZ")) == fingerprint(plain)
+    assert fingerprint(read_trace("auto", tmp_path / "a.csv.zst")) == fingerprint(plain)
 
 
 @pytest.mark.parametrize("name", ["a.csv.gz", "a.csv.zst"])
@@ -130,7 +168,7 @@ def test_damaged_compression_is_refused(tmp_path, name):
     packed = gzip.compress(text.encode()) if name.endswith("gz") else pa.compress(text.encode(), "zstd", asbytes=True)
     for damaged in (packed[: len(packed) // 2], b"this is no archive at all"):
         (tmp_path / name).write_bytes(damaged)
-        check_refused("azure", tmp_path / name, "damaged compressed file")
+        check_refused("azure", tmp_path / name, rf"{name}:\d+: damaged compressed file")
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
@@ -175,12 +213,13 @@ def moon(at: int, length: int, ids: list, out: int = 3) -> dict:
 
 
 def test_equal_hash_ids_are_equal_tokens(tmp_path):
-    text = json_lines(moon(1000, 1100, [4, 5, 6]), moon(1500, 1030, [4, 5, 7]), moon(1500, 512, [9]))
+    text = json_lines(moon(1000, 1100, [4, 5, 6]), moon(1500, 1025, [4, 5, 7]), moon(1500, 512, [9]))
     trace = read_trace("mooncake", write(tmp_path, "m.jsonl", text))
-    assert shape(trace) == [(0, 1100, 3), (500_000_000, 1030, 3), (500_000_000, 512, 3)]
+    assert shape(trace) == [(0, 1100, 3), (500_000_000, 1025, 3), (500_000_000, 512, 3)]
+    assert [row.place[-10:] for row in trace] == ["/m.jsonl:1", "/m.jsonl:2", "/m.jsonl:3"]
     first, second, third = (materialize(row.prompt, 50000) for row in trace)
     assert first[:1024] == second[:1024]
-    assert first[1024:1030] != second[1024:]
+    assert first[1024:1025] != second[1024:]
     assert third[:512] != first[:512]
 
 
@@ -197,7 +236,12 @@ def test_batched_timestamps_are_spread_only_when_asked(tmp_path):
     ("text", "message"),
     [
         ("{'timestamp': 0}", r"m\.jsonl:1: not JSON: .*; expected double quotes, as json\.dumps writes$"),
-        ('{"timestamp": 0, "input_length": 5', r"m\.jsonl:1: not JSON: .*; expected one whole object on each line"),
+        ('{"timestamp": 0, "input_length": 5',
+         r"m\.jsonl:1: not JSON: Expecting ',' delimiter at column 35; expected one whole object on each line"),
+        ("{}", "field 'timestamp' is missing; found nothing$"),
+        (json_lines(moon(0, 5, "a")), "field 'hash_ids' is 'a'; expected 1 ids"),
+        (json_lines(moon(0, 5, "a" * 79)), r"field 'hash_ids' is 'a{76}\.\.\.; expected 1 ids"),
+        (json_lines(moon(0, 5, "a" * 78)), r"field 'hash_ids' is 'a{78}'; expected 1 ids"),
         ("[1]\n", r"m\.jsonl:1: found a JSON list; expected one object"),
         ("\n\n", r"m\.jsonl: no requests"),
         ('{"timestamp": 0}\n', r"m\.jsonl:1: field 'input_length' is missing; found timestamp"),
@@ -211,7 +255,7 @@ def test_batched_timestamps_are_spread_only_when_asked(tmp_path):
         (json_lines(moon(0, 5, [1], 0)), "field 'output_length' is 0"),
         (json_lines(moon(0, True, [1])), "field 'input_length' is True"),
     ],
-)
+)  # fmt: skip
 def test_bad_mooncake_rows_are_refused(tmp_path, text, message):
     check_refused("mooncake", write(tmp_path, "m.jsonl", text), message)
 
@@ -239,6 +283,8 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
     assert prompts == [[1, 2], [1, 2, 3, 4]]
     assert [row.think_ns for row in trace if row.session_id == "sharegpt-0"] == [None, 0]
     assert len(trace) == 3
+    assert {row.arrival_ns for row in trace} == {0}
+    assert [row.place.rpartition(":")[2] for row in trace] == [*["conversation 1"] * 2, "conversation 4"]
     assert trace.notes == ("2 conversations without a question and its answer left out",)
     assert tuple(open_trace("sharegpt", file, 2, stream=True, tokenizer=words)) == trace.rows
     assert len(read_trace("sharegpt", file, tokenizer=words, max_turns=1)) == 2
@@ -248,6 +294,31 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
     assert tuple(open_trace("sharegpt", file, 1, stream=True, tokenizer=words)) == trace.rows[:2]
 
 
+def test_sharegpt_ends_a_conversation_where_the_alternation_does(tmp_path):
+    """H: a human's text, h: an empty one; B: without tokens; G, g: the model's; s: another's."""
+    said = {
+        "H": ("user", "q"),
+        "h": ("human", ""),
+        "B": ("human", " "),
+        "G": ("bing", "a"),
+        "g": ("gpt", ""),
+        "s": ("system", "s"),
+    }
+    num_turns = {"HG": 1, "HH": 0, "GG": 0, "Hs": 0, "GHG": 1, "sHG": 1, "ssHG": 0, "hG": 0, "Hg": 0, "BG": 0, "HB": 0,
+                 "HGHH": 1, "HGsG": 1, "HGHgHG": 1, "HGBGHG": 1, "HGH": 1, "HGHGHG": 3, "G": 0}  # fmt: skip
+    chats = [
+        {"conversations": [dict(zip(("from", "value"), said[one], strict=True)) for one in chat]} for chat in num_turns
+    ]
+    trace = read_trace("sharegpt", write(tmp_path, "s.json", json.dumps(chats)), tokenizer=words)
+    ids = [row.session_id for row in trace]
+    assert [ids.count(f"sharegpt-{i}") for i in range(len(chats))] == [*num_turns.values()]
+    file = write(tmp_path, "s.json", json.dumps(chats[1:]))
+    for limit in (1, 2):
+        assert len(read_trace("sharegpt", file, limit, tokenizer=words)) == limit, "conversations left out do not count"
+    assert read_trace("sharegpt", write(tmp_path, "s.json", json.dumps(chats[:1])), tokenizer=words).notes == ()
+
+
+@pytest.mark.parametrize("size", [3, 1 << 20])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -257,18 +328,22 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
         ("\n\n 7", r"s\.json:3: found '7'; expected a list of conversations"),
         ("[]", "no requests; 0 conversations"),
         ("[] []", "not JSON: found '\\[' after the list"),
-        ("[{} {}]", "found '{' after an item|field 'conversations'"),
+        ('[{"conversations": []}\n{}]', r"s\.json:2: not JSON: found '{' after an item; expected a list"),
         ('[{"conversations": []}', r"the list does not end; expected a list"),
-        ('[{"conversations": []},\n{"conversations": [}]', r"s\.json:2: item 2 is not JSON: Expecting value"),
+        ('[{"conversations": []},\n{"conversations":\n [}]', r"s\.json:3: item 2 is not JSON: Expecting value"),
+        ('[{"conversations": []},\n{"conversations":\n []}\n, 5]', r"conversation 3: found a JSON int"),
         ('[{"conversations": []},\n{"conversations": "',
          r"s\.json:2: item 2 is not JSON: Unterminated string; expected"),
         ("[" * 3000, "item 1 is not JSON"),
         ("[5]", r'conversation 1: found a JSON int; expected \{"id", "conversations"\}'),
+        ('[{"conversations": 5}]', r"conversation 1: field 'conversations' is 5; expected a list of"),
+        ('[{"conversations": [5]}]', r"conversation 1: field 'conversations' is 5; expected {"),
         ('[{"id": 1}]', r"conversation 1: field 'conversations' is missing; found id"),
         ('[{"conversations": [{"from": "human"}]}]', "field 'conversations' is {'from': 'human'}; expected"),
     ],
 )  # fmt: skip
-def test_bad_sharegpt_files_are_refused(tmp_path, text, message):
+def test_bad_sharegpt_files_are_refused(tmp_path, monkeypatch, text, message, size):
+    monkeypatch.setattr(json_list, "read_pieces", lambda path: read_pieces(path, size))
     check_refused("sharegpt", write(tmp_path, "s.json", text), message, tokenizer=words)
 
 

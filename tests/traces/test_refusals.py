@@ -106,7 +106,7 @@ CHAT = (
     ("name", "lines"),
     [
         ("azure.csv", (HEADER, "2023-11-16 18:15:46.68,3,4")),
-        ("burstgpt.csv", ("Timestamp,Model,Request tokens,Response tokens", "1,m,3,4")),
+        ("burstgpt.csv", ("Timestamp,Model, Request tokens ,Response tokens", "1,m,3,4")),
         ("lengths.csv", ("num_prefill_tokens,num_decode_tokens", "3,4")),
         ("mooncake.jsonl", ('{"timestamp": 0, "input_length": 3, "output_length": 4, "hash_ids": [1]}',)),
         ("bailian.jsonl", (CHAT,)),

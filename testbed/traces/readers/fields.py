@@ -47,7 +47,7 @@ def whole_number(value: object, place: str, field: str, minimum: int, maximum: i
 
 def token_count(value: object, place: str, field: str) -> int:
     """Returns a number of tokens, 1 to MAX_NUM_TOKENS. Raises TraceError otherwise."""
-    if type(value) is str and 0 < len(value) < 9 and value.isdigit() and value.isascii():  # nearly always
+    if type(value) is str and len(value) < 9 and value.isdigit() and value.isascii():  # nearly always
         number = int(value)
         if number:
             return number

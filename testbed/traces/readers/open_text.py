@@ -6,7 +6,7 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -98,7 +98,7 @@ def _failures(path: str | Path, file: Path, numbers: list[int]) -> Iterator[None
     try:
         yield
     except UnicodeDecodeError as error:
-        bad = _undecodable_line(file) or numbers[0] + 1
+        bad = _undecodable_line(file)
         raise TraceError(f"{path}:{bad}: not UTF-8 text ({error.reason}); expected a text file") from None
     except UNREADABLE as error:
         raise unreadable(path, error, f":{numbers[0] + 1}") from None
@@ -111,11 +111,11 @@ def unreadable(path: str | Path, error: Exception, place: str = "") -> TraceErro
     return DamagedError(f"{path}{place}: damaged compressed file: {error}")
 
 
-def _undecodable_line(file: Path) -> int | None:
+def _undecodable_line(file: Path) -> int:
     """Returns the number of the first line that is not UTF-8: the failed stream had decoded ahead of its lines."""
     with open_text(file, errors="surrogateescape") as stream:
         numbered = enumerate(stream, 1)
-        return next((number for number, line in numbered if any("\udc80" <= c <= "\udcff" for c in line)), None)
+        return next(number for number, line in numbered if any("\udc80" <= c <= "\udcff" for c in line))
 
 
 def open_text(file: Path, errors: str = "strict") -> TextIO:
@@ -147,7 +147,10 @@ def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[str, 
         header = [name.strip() for name in next(reader, [])]
         if not header:
             raise TraceError(f"{path}: the file is empty; expected a header and rows")
-        _check_once(header, path)
+        twice = [name for i, name in enumerate(header) if name and name in header[:i]]
+        if twice:
+            hint = header_hint(header)
+            raise TraceError(f"{path}:1: column {twice[0]!r} occurs twice; expected each name once{hint}")
         missing = [name for name in columns if name not in header]
         if missing:
             raise TraceError(
@@ -167,17 +170,8 @@ def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def csv_header(path: str | Path) -> tuple[str, ...]:
-    """Returns the names of a CSV file's columns. Raises TraceError if a name occurs twice."""
-    names = tuple(name.strip() for name in next(csv.reader(_numbered(path, [0])), []))
-    _check_once(names, path)
-    return names
-
-
-def _check_once(names: Sequence[str], path: str | Path) -> None:
-    twice = [name for i, name in enumerate(names) if name and name in names[:i]]
-    if twice:
-        hint = header_hint(names)
-        raise TraceError(f"{path}:1: column {twice[0]!r} occurs twice; expected each name once{hint}")
+    """Returns the names of a CSV file's columns, which `read_csv` checks."""
+    return tuple(name.strip() for name in next(csv.reader(_numbered(path, [0])), []))
 
 
 def _numbered(path: str | Path, numbers: list[int]) -> Iterator[str]:

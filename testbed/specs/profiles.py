@@ -111,7 +111,7 @@ class ProfileManifest:
                 raise ProfileError(f"{place}: the manifest lacks {item.name!r}")
             kinds = _KINDS[hints[item.name]]
             value = raw[item.name]
-            if not isinstance(value, kinds) or isinstance(value, bool):
+            if not isinstance(value, kinds):
                 names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
                 raise ProfileError(f"{place}: {item.name!r} is {shown(value)}; expected {names}")
         for name, (low, high) in _BOUNDS.items():

@@ -19,6 +19,7 @@ from testbed.specs.operator_tables import (
     OPERATOR_COLUMNS,
     OPERATORS,
     OperatorTables,
+    of_engine,
     read_operator_tables,
     write_operator_tables,
 )
@@ -89,10 +90,10 @@ def check_refused(file, message):
         read_operator_tables(file)
 
 
-def changed(tmp_path, change, operator="gemm"):
-    """A file of one operator whose row 1 has something else."""
+def changed(tmp_path, change, operator="gemm", row=1):
+    """A file of one operator of whose two rows one has something else."""
     rows = pa.concat_tables([mixed_tables().select(operator)] * 2).slice(0, 2).to_pylist()
-    rows[1] |= change
+    rows[row] |= change
     kinds = {name: pa.type_for_alias(kind) for name, kind in OPERATOR_COLUMNS.items()}
     document = {"format": 1, "device": "h100", "device_description": "", "command": "", "date": "", "doubts": []}
     table = pa.Table.from_pylist(rows, schema=pa.schema(kinds.items()))
@@ -124,7 +125,8 @@ def changed(tmp_path, change, operator="gemm"):
     ],
 )
 def test_a_bad_row_is_named(tmp_path, operator, change, message):
-    check_refused(changed(tmp_path, change, operator), f"t.parquet, row 1: {message}")
+    for row in (0, 1):
+        check_refused(changed(tmp_path, change, operator, row), f"t.parquet, row {row}: {message}")
 
 
 @pytest.mark.parametrize("change", [{"context": 0}, {"window": None}])
@@ -152,6 +154,7 @@ def test_bad_metadata_is_named(tmp_path, change, message):
 def test_what_is_no_table_is_refused(tmp_path):
     file = tmp_path / "none.parquet"
     check_refused(file, r"no operator tables at .*none.parquet")
+    check_refused(tmp_path, r" is a folder, not a file; `testbed tables import`")
     file.write_text("not parquet")
     check_refused(file, r"none.parquet cannot be read as Parquet: ")
     table = pq.read_table(changed(tmp_path, {}))
@@ -163,6 +166,26 @@ def test_what_is_no_table_is_refused(tmp_path):
     ):
         pq.write_table(wrong, file)
         check_refused(file, message)
+    texts, nulls = table["kernel"].cast(pa.large_string()), pa.nulls(2)
+    pq.write_table(table.set_column(1, "kernel", texts).set_column(10, "window", nulls), file)
+    assert read_operator_tables(file).rows.schema.field("window").type == pa.int64()
+
+
+def test_the_rows_of_one_engine_come_with_those_of_none():
+    def of(*engines):
+        rows = [products([1], [9.0]).set_column(18, "engine", pa.array([engine])) for engine in engines]
+        return OperatorTables("h100", "", pa.concat_tables(rows))
+
+    def left(tables, *wanted):
+        return of_engine(tables, *wanted, "t").rows["engine"].to_pylist()
+
+    many, one = of("nccl 2.2", "vllm 1", "vllm 2", "sglang 1"), of("sglang 1", "nccl 2.2")
+    assert left(many, "vllm", None) == ["nccl 2.2", "vllm 1", "vllm 2"]
+    assert left(many, "vllm", "2") == ["nccl 2.2", "vllm 2"]
+    assert left(one, "vllm", None) == ["sglang 1", "nccl 2.2"], "of the only engine there is"
+    for tables, engine, version in ((many, "trtllm", None), (one, "sglang", "2"), (one, "vllm", "1")):
+        with pytest.raises(ProfileError, match=f"^t has no engine '{engine}{f' {version}' if version else ''}'; "):
+            left(tables, engine, version)
 
 
 # --- doubts ---

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from testbed.errors import ConfigError, ModelError
+from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import load_hf_config
-from testbed.specs.model import ModelSpec, RopeScaling
+from testbed.specs.model import ModelSpec, Recommended, RopeScaling, check_ranks
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -188,6 +190,9 @@ def test_biases_that_an_architecture_does_not_have_are_not_read(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_attention_heads (6) must be a multiple of num_key"),
+        ({"dtype": "int4"}, "model.dtype is 'int4'; choose one of float32, "),
+        ({"num_experts": 8, "moe_intermediate_size": 4}, "model.num_experts_per_tok is null; set all of num_experts, "),
         ({"num_experts": 8}, "model.num_experts_per_tok is null; set all of num_experts, num_experts_per_tok, "),
         ({"num_experts": 0, "num_experts_per_tok": 1, "moe_intermediate_size": 4}, "model.num_experts is 0; it must"),
         (
@@ -196,9 +201,27 @@ def test_biases_that_an_architecture_does_not_have_are_not_read(tmp_path: Path) 
         ),
     ],
 )
-def test_experts_that_cannot_be_are_refused(fields: dict[str, int], message: str) -> None:
+def test_a_model_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         ModelSpec("m", **fields)
+
+
+def test_the_most_that_can_be_is_a_model() -> None:
+    spec = ModelSpec("m", word_embed_proj_dim=9, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=4)
+    assert (spec.embedding_size, spec.experts) == (9, (2, 2, 4))
+    spec = ModelSpec("m", num_attention_heads=12, num_key_value_heads=6)
+    assert [spec.num_kv_heads_per_rank(size) for size in (1, 2, 3, 12)] == [6, 3, 2, 1]
+    check_ranks(spec, 12)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 4; it must divide the 6 KV heads of model m, or"):
+        check_ranks(spec, 4)
+    with pytest.raises(ConfigError, match=r"^model\.recommended\.top_p is 2"):
+        Recommended(top_p=2)
+
+
+def test_a_device_whose_link_has_no_rate_has_none() -> None:
+    DeviceSpec("d", interconnect="pcie_p2p", interconnect_bytes_per_s=0)
+    with pytest.raises(ConfigError, match=r"interconnect=nvlink, and d has none: choose pcie_p2p or pcie_host"):
+        DeviceSpec("d", interconnect_bytes_per_s=0)
 
 
 @pytest.mark.parametrize("field", ["sliding_window", "word_embed_proj_dim", "head_dim"])

@@ -36,7 +36,7 @@ class Fleet:
         self._backends = backends
         self._env = simpy.Environment()
         self._phases = Phases(self._env, len(backends))
-        self._links = [HostLink(self._env) for _ in backends[:: replicas_per_link or 1]]
+        self._links = [HostLink(self._env) for _ in backends]  # at most one for each
         self._per_link = replicas_per_link
         self._replicas: list[Replica] = []
         self._over = self._env.event()
@@ -106,8 +106,6 @@ class Fleet:
         """Ends the run with the original error that ended a process; SimPy itself would raise a copy."""
         try:
             yield from process
-        except GeneratorExit:
-            raise
         except BaseException as error:  # noqa: BLE001  # raised again by `run`, whatever it is
             self._failure = self._failure or error
             if not self._over.triggered:

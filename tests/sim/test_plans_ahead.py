@@ -45,7 +45,7 @@ def served(parts: Parts, max_num_plans: int, *, num_tokens: int = 5) -> Log:
         "a", array("i", [1, 2, 3]), forced_output=array("i", [0] * num_tokens), sampling=SamplingParams(ignore_eos=True)
     )
     setup, log = replace(ROOMY, limits=replace(ROOMY.limits, max_num_plans=max_num_plans)), Log()
-    run(serve(Sessions([request], [], {}), setup.scheduler(), log), SimBackend(parts))
+    assert run(serve(Sessions([request], [], {}), setup.scheduler(), log), SimBackend(parts)) == log.views[-1].end_ns
     return log
 
 

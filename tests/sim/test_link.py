@@ -282,6 +282,6 @@ def test_the_schedulers_time_is_added_to_every_step() -> None:
     assert work.duration_ns == 1056
     assert work.spans == Spans(schedule_ns=56, forward_ns=1000)
     shape = BatchShape(3, 3000, (PrefillChunk(1000, 96), PrefillChunk(0, 1000)), 5)
-    config = SimConfig(schedule_ns=50, schedule_ns_per_seq=3, schedule_ns_per_1k_tokens=2048)
-    assert config.scheduler_time.of(shape) == 50 + 5 * 3 + 2 * (3000 + 1096 + 1000)
+    config = SimConfig(schedule_ns=50, schedule_ns_per_seq=3, schedule_ns_per_1k_tokens=1000)
+    assert config.scheduler_time.of(shape) == 50 + 5 * 3 + 4976  # (3000 + 1096 + 1000) / 1.024, rounded down
     assert SimConfig().scheduler_time.of(shape) == 0

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from scipy.stats import chisquare
 
-from sim.backend import SimBackend
+from sim.backend import SchedulerTime, SimBackend, SimWork
 from testbed.core.batch import Batch
 from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan, BatchShape, ScheduledSequence
@@ -136,3 +136,17 @@ def test_a_plan_without_beams_never_looks_at_its_rows():
     with pytest.raises(AssertionError):
         _ = plan.scheduled
     assert SimBackend(FreeOfCharge()).start(plan).outcomes is None
+
+
+def test_replicas_draw_apart_and_the_first_as_one_engine_alone():
+    def works(engine: SimBackend) -> list[SimWork]:
+        return [engine.start(plan_of(beams(3, position, 4))) for position in range(20, 60)]
+
+    alone = SimBackend(FreeOfCharge(), seed=5, vocab_size=11, eos_token_id=7, scheduler_time=SchedulerTime(40))
+    first, second, third, again = (works(alone.of_replica(number)) for number in (0, 1, 2, 1))
+    assert first == works(alone)
+    assert second == again
+    assert second != first != third != second
+    assert {work.duration_ns for work in second} == {43}
+    said = {token for work in second for outcome in work.outcomes or () for token in (*outcome.tokens, *outcome.forks)}
+    assert said == {*range(11)} - {7}

@@ -152,13 +152,16 @@ def test_bad_servegen_archives_are_refused(tmp_path, files, message):
 
 
 @pytest.mark.parametrize("name", ["s.tar.gz", "s.tar.zst", "s.tar"])
-def test_damaged_archives_are_refused(tmp_path, name):
+def test_damaged_archives_are_refused(tmp_path, monkeypatch, name):
     whole = archive(tmp_path / name, clients()).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 3])
     check_refused("servegen", tmp_path / name, r"damaged|no client|has no lengths")
     (tmp_path / name).write_bytes(b"no archive at all, but long enough to be read as one " * 20)
     check_refused("servegen", tmp_path / name, rf"{name}: damaged")
     check_refused("servegen", tmp_path / "absent.tar", r"absent\.tar: does not exist")
+    monkeypatch.setattr("testbed.traces.readers.open_archive._MAX_MEMBER_BYTES", len(WINDOWS) - 1)
+    said = rf"{name}:m/chunk-0-trace\.csv: {len(WINDOWS)} bytes; expected at most 1 GiB a file"
+    check_refused("servegen", archive(tmp_path / name, clients()), said)
 
 
 # --- lengths ---

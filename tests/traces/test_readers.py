@@ -76,6 +76,7 @@ def test_limit_reads_the_first_rows_only(tmp_path):
         ("2023-11-16 18:15:00,1,nan", r"field 'GeneratedTokens' is 'nan'"),
         ("2023-11-16 18:15:00,1,inf", r"field 'GeneratedTokens' is 'inf'"),
         ("2023-11-16 18:15:00,1,1_0", r"field 'GeneratedTokens' is '1_0'"),
+        ("2023-11-16 18:15:00,100000001,1", r"field 'ContextTokens' is '100000001'; expected .* to 100,000,000"),
         ("2023-11-16 18:15:00,1,2.5", r"field 'GeneratedTokens' is '2\.5'"),
         ("2023-11-16 18:15:00+99:99,1,2", r"field 'TIMESTAMP' is '2023-11-16 18:15:00\+99:99'; .*\(up to 23:59\)"),
         ("2023-11-16 18:15:00,1", r"a\.csv:2: 2 cells; expected 3, as in the header"),
@@ -184,6 +185,7 @@ def test_burstgpt_leaves_failed_requests_out(tmp_path):
     trace = read_trace("burstgpt", write(tmp_path, "b.csv", BURST + rows))
     assert shape(trace) == [(0, 472, 18), (45 * 10**9, 7, 1)]
     assert trace.notes == ("1 failed request (0 response tokens) left out",)
+    assert read_trace("burstgpt", tmp_path / "b.csv", limit=1).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -295,17 +297,10 @@ def test_sharegpt_turns_hold_what_was_said_before(tmp_path):
 
 
 def test_sharegpt_ends_a_conversation_where_the_alternation_does(tmp_path):
-    """H: a human's text, h: an empty one; B: without tokens; G, g: the model's; s: another's."""
-    said = {
-        "H": ("user", "q"),
-        "h": ("human", ""),
-        "B": ("human", " "),
-        "G": ("bing", "a"),
-        "g": ("gpt", ""),
-        "s": ("system", "s"),
-    }
-    num_turns = {"HG": 1, "HH": 0, "GG": 0, "Hs": 0, "GHG": 1, "sHG": 1, "ssHG": 0, "hG": 0, "Hg": 0, "BG": 0, "HB": 0,
-                 "HGHH": 1, "HGsG": 1, "HGHgHG": 1, "HGBGHG": 1, "HGH": 1, "HGHGHG": 3, "G": 0}  # fmt: skip
+    """H: a human's text, G: the model's, s: another's; in lower case without a token."""
+    said = {"H": ("user", "q"), "h": ("human", " "), "G": ("bing", "a"), "g": ("gpt", ""), "s": ("system", "s")}
+    num_turns = {"HG": 1, "HH": 0, "GG": 0, "Hs": 0, "GHG": 1, "sHG": 1, "ssHG": 0, "hG": 0, "Hg": 0, "HGHH": 1,
+                 "HGsG": 1, "HGHgHG": 1, "HGhGHG": 1, "HGH": 1, "HGHGHG": 3, "G": 0}  # fmt: skip
     chats = [
         {"conversations": [dict(zip(("from", "value"), said[one], strict=True)) for one in chat]} for chat in num_turns
     ]
@@ -325,7 +320,7 @@ def test_sharegpt_ends_a_conversation_where_the_alternation_does(tmp_path):
         ("[{", r"s\.json:1: item 1 is not JSON"),
         ("{}", "found a JSON object; expected a list of conversations"),
         ("", "found nothing; expected a list of conversations"),
-        ("\n\n 7", r"s\.json:3: found '7'; expected a list of conversations"),
+        ("\n\n 7\n", r"s\.json:3: found '7'; expected a list of conversations"),
         ("[]", "no requests; 0 conversations"),
         ("[] []", "not JSON: found '\\[' after the list"),
         ('[{"conversations": []}\n{}]', r"s\.json:2: not JSON: found '{' after an item; expected a list"),

@@ -82,7 +82,7 @@ def _turns(chat: Any, place: str) -> list[tuple[str, str]]:
         said = said[1:]  # a system message, or the tail of an earlier part
     turns = []
     for (asker, question), (answerer, answer) in zip(said[::2], said[1::2], strict=False):
-        if asker not in _HUMAN or answerer not in _MODEL or not question or not answer:
+        if asker not in _HUMAN or answerer not in _MODEL:
             break
         turns.append((question, answer))
     return turns

@@ -56,7 +56,7 @@ def mixed_tables():
 
 
 def test_tables_are_read_as_they_were_written(tmp_path):
-    tables, file = mixed_tables(), tmp_path / "h100.parquet"
+    tables, file = mixed_tables(), tmp_path / "a" / "b" / "h100.parquet"
     write_operator_tables(file, tables, "testbed tables import …", date="2026-11-22")
     again = read_operator_tables(file)
     assert (again.device, again.device_description, again.doubts) == ("h100", "NVIDIA H100", tables.doubts)

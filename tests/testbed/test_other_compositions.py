@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from testbed.blocks.config import KVRules
@@ -9,6 +11,7 @@ from testbed.core.outcome import FinishReason
 from testbed.core.plan import BlockedBy, PrefillChunk
 from testbed.core.sampling import SamplingParams
 from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSplit
+from testbed.policies.orders import priority
 from testbed.policies.preemption import Swap
 from tests.testbed.core_kit import ALL_COMPOSITIONS, make_limits, make_request, make_scheduler
 from tests.testbed.stepping import add, drain, preempted, rows, scheduled, step, steps
@@ -195,9 +198,24 @@ def test_what_comes_back_to_a_batch_keeps_to_its_budget(composition: str) -> Non
     assert [num for num, back in plans if back] == [[("three", 1)] * 3], "with a's they were four"
 
 
+@pytest.mark.parametrize("composition", ["unified", "iteration_level"])
+def test_who_made_room_comes_back_once_there_is_a_place(composition: str) -> None:
+    scheduler = make_scheduler(
+        composition, limits=make_limits(seqs=1), num_cpu_blocks=8, preemption=Swap(), queue=priority(preemptive=True)
+    )
+    add(scheduler, make_request("late", 2, 4, priority=1))
+    step(scheduler)
+    add(scheduler, make_request("soon", 2, 3))
+    seen = [(rows(plan), plan.swapped_in) for plan, _ in steps(scheduler)]
+    assert [[name for name, _ in row] for row, _ in seen] == [["soon"]] * 3 + [["late"]] * 3
+    assert [back for _, back in seen] == [(), (), (), ("late",), (), ()]
+
+
+@pytest.mark.parametrize("at", ["add", "head"])
 @pytest.mark.parametrize("composition", ["prefill_decode_split", "iteration_level", "static"])
-def test_what_can_never_run_ends_with_a_reason(composition: str) -> None:
-    scheduler = make_scheduler(composition, num_blocks=4, block_size=4, limits=make_limits(model_len=30))
+def test_what_can_never_run_ends_with_a_reason(composition: str, at: Any) -> None:
+    rules, limits = KVRules(never_fits_at=at), make_limits(model_len=30)
+    scheduler = make_scheduler(composition, num_blocks=4, block_size=4, limits=limits, rules=rules)
     add(scheduler, make_request("long", 31, 1), make_request("huge", 17, 1), make_request("a", 4, 2))
     reasons = {item.request.request_id: (item.reason, item.message) for item in drain(scheduler)}
     assert reasons["long"] == (FinishReason.IGNORED, "prompt of 31 tokens exceeds max_model_len (30)")

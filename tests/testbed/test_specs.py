@@ -216,6 +216,8 @@ def test_the_most_that_can_be_is_a_model() -> None:
         check_ranks(spec, 4)
     with pytest.raises(ConfigError, match=r"^model\.recommended\.top_p is 2"):
         Recommended(top_p=2)
+    with pytest.raises(ConfigError, match=r"^model\.rope_scaling\.factor is 0; it must be a number above 0"):
+        RopeScaling("linear", factor=0)
 
 
 def test_a_device_whose_link_has_no_rate_has_none() -> None:

@@ -213,6 +213,12 @@ def test_vtc_charges_a_prompt_whose_token_comes_after_its_preemption() -> None:
     queue.served(seq, 100, 1, 0)
     queue.left(seq, 0)
     assert queue.counter("a") == 102
+    seq = make_seq(1, 100, 1, tenant="b")
+    queue.remove(pushed(queue, seq).head(0))
+    seq.restart()
+    queue.push_preempted(seq)
+    queue.served(seq, 50, 0, 0)  # a chunk, which will be computed again
+    assert queue.counter("b") == 102, "of the tenant that left before"
 
 
 def test_vtc_treats_requests_without_a_tenant_as_one_tenant_and_keeps_fcfs_inside() -> None:

@@ -183,10 +183,12 @@ def test_what_has_no_fp8_weights_here_is_named():
 
 
 GROUP = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "strategy": "tensor"}}
+OTHER_NUMBERS = "weights quantised by compressed-tensors as other than symmetric float of 8 bits"
+OTHER_GROUPS = "weights quantised by compressed-tensors in other groups than one of all linear layers"
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP}, "ignore": ["lm_head"]}
 
 
-def compressed(strategy: str, **weights: object) -> dict[str, object]:
+def compressed(strategy: object, **weights: object) -> dict[str, object]:
     """COMPRESSED with another strategy, and what else it says of the weights."""
     return {
         **COMPRESSED,
@@ -215,10 +217,22 @@ def compressed(strategy: str, **weights: object) -> dict[str, object]:
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "FP8 weights in blocks of [0, 128]"),
         ({"quant_method": "fp8", "ignored_layers": ["model.layers.0.mlp.down_proj"]},
          "FP8 weights but in 'model.layers.0.mlp.down_proj'"),
-        ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, "weights quantised by compressed-tensors as other than "
-         "symmetric float of 8 bits"),
-        ({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}, "weights quantised by compressed-tensors in other "
-         "groups than one of all linear layers"),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"},
+         "FP8 weights in 'e4m3' with scales in 'ue8m0' (not e4m3 and float)"),
+        ({"quant_method": "fp8", "ignored_layers": "lm_head"}, PER_TENSOR),
+        ({"quant_method": "fp8", "ignored_layers": [5]}, "FP8 weights but in 5"),
+        ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, OTHER_NUMBERS),
+        (compressed("tensor", num_bits=4), OTHER_NUMBERS),
+        (compressed("tensor", type="int"), OTHER_NUMBERS),
+        (compressed("tensor", symmetric=False), OTHER_NUMBERS),
+        ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, OTHER_NUMBERS),
+        ({**COMPRESSED, "sparsity_config": "sparse"}, OTHER_NUMBERS),
+        ({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}, OTHER_GROUPS),
+        ({**COMPRESSED, "config_groups": {"a": {**GROUP, "targets": ["re:.*mlp.*"]}}}, OTHER_GROUPS),
+        ({**COMPRESSED, "config_groups": {"a": {**GROUP, "weights": None}}}, OTHER_GROUPS),
+        ({**COMPRESSED, "config_groups": {"a": "Linear"}}, OTHER_GROUPS),
+        ({**COMPRESSED, "config_groups": [GROUP]}, OTHER_GROUPS),
+        (compressed(["tensor"]), "weights quantised by compressed-tensors per ['tensor'] (not tensor, channel, block)"),
         (compressed("group"), "weights quantised by compressed-tensors per 'group' (not tensor, channel, block)"),
     ],
 )  # fmt: skip

@@ -16,13 +16,15 @@ from experiments import simulate
 from sim.backend import SimBackend
 from sim.driver import drive, run
 from sim.recorded_device import RecordedDevice
-from testbed.core.commands import StepView
-from testbed.core.outcome import FinishReason, Spans
-from testbed.core.plan import BatchShape
+from testbed.core.commands import Execute, Resume, StepView
+from testbed.core.outcome import FinishReason, Spans, StepResult
+from testbed.core.plan import BatchPlan, BatchShape
 from testbed.core.request import Request, SamplingParams
 from testbed.core.serve import serve
+from testbed.errors import RunFolderError
+from testbed.made_rows import MadeRows
 from testbed.records.recorders import Recorders
-from testbed.records.tape import TapeInbox, TapeWriter, read_tape
+from testbed.records.tape import Tape, TapeEvent, TapeInbox, TapeStep, TapeWriter, read_tape
 from tests.properties.setups import EOS, VOCAB_SIZE, Setup, random_setup
 from tests.sim.worlds import Log, Sessions, emitted, price, world
 
@@ -116,6 +118,46 @@ def test_worlds_of_groups_turns_and_aborts_come_to_their_ends(seed: int, tmp_pat
     drive(serve(inbox, setup.scheduler(), again), RecordedDevice(tape))
     seen = [(view.digest, view.plan_ns, view.end_ns, emitted(view)) for view in log.views]
     assert [(view.digest, view.plan_ns, view.end_ns, emitted(view)) for view in again.views] == seen
+
+
+def taped(*events_ns: int, looked_ns: int | None = None, next_ns: int = 50, is_live: bool = False) -> RecordedDevice:
+    """Of two steps: from 10 to 90, and from next_ns to 120."""
+    steps = [TapeStep(10, 90, None, Spans(), 0, {}, looked_ns), TapeStep(next_ns, 120, None, Spans(), 0, {})]
+    return RecordedDevice(Tape(tuple(steps), tuple(TapeEvent("abort", "a", 0, ns, 0) for ns in events_ns), is_live))
+
+
+def ahead(number: int) -> Execute:
+    return Execute(BatchPlan(number, BatchShape(1, 1, (), 1), MadeRows(())), is_ahead=True)
+
+
+def test_a_replay_looks_again_when_the_loop_did() -> None:
+    assert taped(70, looked_ns=40).execute(ahead(0), 0).now_ns == 40
+    assert taped(70).execute(ahead(0), 0).now_ns == 50, "it planned the next step"
+    assert taped(70).execute(ahead(0), 60).now_ns == 60
+    assert taped(5, 20, 70, 90, next_ns=90).execute(ahead(0), 0).now_ns == 70, "the last that it saw came then"
+    assert taped(70).execute(ahead(1), 0).now_ns == 70
+    assert taped(10, 90, next_ns=90).execute(ahead(0), 0).now_ns == 11
+    assert taped(20, is_live=True).execute(ahead(0), 0).now_ns == 11
+    assert taped().resume(None, 5) is None
+    assert taped().resume(3, 5) == taped().resume(5, 3) == Resume(5)
+    with pytest.raises(RunFolderError, match="the tape ends after 2 steps, but the replay goes on"):
+        taped().execute(ahead(2), 0)
+
+
+def test_a_live_loop_is_replayed_from_one_recorded_instant_to_the_next() -> None:
+    device = taped(30, 60, is_live=True)
+    assert device.resume(None, 0) == device.resume(None, 10) == Resume(10)
+    assert device.resume(None, 20) == Resume(30), "as the first step was planned before"
+    device.execute(ahead(0), 10)
+    assert [device.resume(None, now_ns) for now_ns in (11, 30)] == [Resume(30), Resume(50)]
+    device.execute(ahead(1), 50)
+    ends = [Resume(ns, StepResult(ns, None, Spans())) for ns in (90, 120)]
+    assert [device.resume(None, now_ns) for now_ns in (51, 60, 90)] == [Resume(60), *ends]
+    assert [device.resume(until_ns, 120) for until_ns in (None, 200)] == [None, Resume(200)]
+    device = taped(90, is_live=True)
+    device.execute(ahead(0), 10)
+    device.execute(ahead(1), 50)
+    assert device.resume(None, 51) == ends[0], "a step's end comes before what is seen at its instant"
 
 
 @pytest.mark.parametrize("max_num_plans", [1, 2])

@@ -113,6 +113,14 @@ def test_replicas_step_each_for_itself() -> None:
 # --- events at their instants ---
 
 
+def test_a_turn_that_is_due_at_once_is_routed_when_all_have_committed() -> None:
+    """Both end at 30; the first one's next turn is due then."""
+    watched = Watched(To(a=0, b=1, c=0))
+    fleet_of(Sessions([request("a", 0, 3), request("b", 0, 3)], [], {"a": request("c", 0, 1)}), watched, 2)
+    *_, (name, _, views) = watched.seen
+    assert (name, [view[0] for view in views]) == ("c", [0, 0])
+
+
 class Journal(Log):
     """What happens in a whole fleet, in order."""
 

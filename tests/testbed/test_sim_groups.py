@@ -122,6 +122,11 @@ def test_draws_depend_on_seed_group_and_position_alone():
         for engine, g in ((backend(0), 3), (backend(1), 3), (backend(0), 4), (backend(2**70), 3))
     }
     assert len(series) == 4
+    seeded = [
+        [outcome.replace(seq_id=0) for outcome in outcomes(engine, beams(g, 20, 4, seed=seed))]
+        for engine, g, seed in ((backend(0), 3, 9), (backend(1), 4, 9), (backend(0), 3, 8))
+    ]
+    assert seeded[0] == seeded[1] != seeded[2], "a request's own seed decides alone"
 
 
 def test_a_beam_row_in_a_chunk_that_does_not_sample_has_no_outcome():

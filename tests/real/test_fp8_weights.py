@@ -220,6 +220,8 @@ def compressed(strategy: object, **weights: object) -> dict[str, object]:
         ({"quant_method": "fp8", "scale_fmt": "ue8m0"},
          "FP8 weights in 'e4m3' with scales in 'ue8m0' (not e4m3 and float)"),
         ({"quant_method": "fp8", "ignored_layers": "lm_head"}, PER_TENSOR),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["layers.0.mlp"]}, "FP8 weights but in 'layers.0.mlp'"),
+        ({**COMPRESSED, "ignore": ["layers.0.mlp"]}, "FP8 weights but in 'layers.0.mlp'"),
         ({"quant_method": "fp8", "ignored_layers": [5]}, "FP8 weights but in 5"),
         ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, OTHER_NUMBERS),
         (compressed("tensor", num_bits=4), OTHER_NUMBERS),

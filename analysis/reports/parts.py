@@ -91,12 +91,12 @@ class Sections:
             figure.replace(self.files / figure.name)
 
     def plot(self, draw: Callable[..., AxesArray], name: str, title: str, caption: str) -> Plot:
-        """Saves a figure for the report. draw: makes it, with `is_narrow=True` in the version for a phone."""
-        stem = self.part / name
-        png, svg = style.save(draw(), stem)
-        narrow = style.save(draw(is_narrow=True), stem.with_name(f"{name}_narrow"))
+        """Saves a figure for the report. draw: makes it, with `is_narrow=True` in the version for a phone, which only
+        the page has."""
+        narrow_uri = _embedded(*style.save(draw(is_narrow=True), self.part / name))
+        png, svg = style.save(draw(), self.part / name)
         self.drawn()
-        return Plot(title, caption, _embedded(png, svg), self._named(png), _embedded(*narrow))
+        return Plot(title, caption, _embedded(png, svg), self._named(png), narrow_uri)
 
     def own_plot(self, plot: OwnPlot, name: str, sweep: Sweep) -> Plot:
         """Saves a plot of the user's own. The place of one that fails says why, and so does `failed`."""

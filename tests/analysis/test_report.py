@@ -64,11 +64,10 @@ def test_every_figure_fits_a_phone(page):
     figures = re.findall(r"<figure><picture>(.*?)</picture>", page.read_text())
     assert len(figures) == 4
     for figure, stem in zip(figures, ("ablation_0", "latency_cdf", "timeline", "sim_versus_real"), strict=True):
-        wide, narrow = folder / f"{stem}.svg", folder / f"{stem}_narrow.svg"
-        widths = [float(re.search(r'width="([\d.]+)pt"', path.read_text()).group(1)) for path in (wide, narrow)]
-        assert widths == [7.2 * 72, 3.6 * 72]
-        embedded = base64.b64encode(narrow.read_bytes()).decode()
-        assert f'<source media="screen and (max-width: 40rem)" srcset="data:image/svg+xml;base64,{embedded}">' in figure
+        source = r'<source media="screen and \(max-width: 40rem\)" srcset="data:image/svg\+xml;base64,(.*?)">'
+        narrow = base64.b64decode(re.match(source, figure).group(1)).decode()
+        wide = (folder / f"{stem}.svg").read_text()
+        assert [float(re.search(r'width="([\d.]+)pt"', one).group(1)) for one in (wide, narrow)] == [7.2 * 72, 3.6 * 72]
 
 
 def test_a_print_shows_all_sections_with_their_headings(page):
@@ -182,7 +181,7 @@ def test_of_two_reports_into_one_place_at_once_each_is_whole(tmp_path, monkeypat
 def test_figures_lie_beside_the_page_in_both_formats(page):
     files = {path.name for path in page.with_name("report_files").iterdir()}
     stems = {"latency_cdf", "timeline", "ablation_0", "sim_versus_real"}
-    figures = {f"{stem}{size}.{kind}" for stem in stems for size in ("", "_narrow") for kind in ("png", "svg")}
+    figures = {f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
     assert files == figures | {"comparisons.csv"}
     for target in re.findall(r"!\[.*?\]\((.*?)\)", page.with_suffix(".md").read_text()):
         assert (page.parent / target).exists()

@@ -11,7 +11,7 @@ from analysis.explain.request import CAUSES, REASONS, SENT_FIRST, SENT_LAST, beh
 from analysis.format import count, listing, seconds, share
 from analysis.load import Run
 
-WORST = 10
+WORST = 3
 _NAMED = 5
 
 
@@ -117,18 +117,23 @@ def _longest_chain(preemptions: pd.DataFrame) -> list[str]:
 
 
 def _worst(requests: pd.DataFrame) -> list[str]:
+    """The worst requests by each of three measures, unless all of them are among those named before."""
     per_token = requests["wait_ns"] / 1e9 / requests["num_output_tokens"].clip(lower=1)
     ranks = (
         ("E2E", requests["e2e_s"], SENT_LAST, "ended by stop or length"),
         ("TTFT", requests["ttft_s"], SENT_FIRST, "got a token"),
         ("waiting per output token", per_token, None, ""),
     )
-    lines = []
+    lines: list[str] = []
+    named: set[object] = set()
     for title, values, sent, which in ranks:
         worst = values[values > 0].sort_values(ascending=False, kind="stable").head(WORST)
+        if named >= {*worst.index}:
+            continue  # the same requests again
+        named |= {*worst.index}
         num, num_of = values.count(), len(values)
         of = f", of the {num:,} of {count(num_of, 'request')} that {which}" if num < num_of else ""
-        lines += [f"Worst {title}{of}:"] * bool(len(worst))
+        lines.append(f"Worst {title}{of}:")
         for name, value in worst.items():
             row = requests.loc[str(name)]
             late_ns = 0 if sent is None else behind_ns(row, *sent)

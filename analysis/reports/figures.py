@@ -31,8 +31,9 @@ def change_bars(sections: Sections, group: Compared, question: str) -> Plot:
     base, shown = group.arms[0].name, telling(group, question)
     bars = [row for row in group.rows if row.metric.path in shown]
     caption = (
-        "Bars are the relative change to the baseline, whiskers its 95 % interval; the verdict is the table's, which "
-        "is corrected for the number of comparisons: a bar may be undecided although its whiskers miss 0."
+        "Bars are the ratio to the baseline on a logarithmic axis (of shares the difference), whiskers its 95 % "
+        "interval; the verdict is the table's, which is corrected for the number of comparisons: a bar may be "
+        "undecided although its whiskers miss the baseline."
     )
     if any(apart(row.arm, base)[2] for row in bars):
         caption += f" Arms are named by what sets them apart from the baseline, {base}."

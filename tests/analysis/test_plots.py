@@ -147,42 +147,55 @@ def test_arms_of_many_factors_leave_room_for_their_bars_and_are_told_apart(is_na
         assert before.xaxis.label.get_window_extent().x1 < after.xaxis.label.get_window_extent().x0
 
 
+def told(axis):
+    """The texts of the tick labels of an axis, from its low end to its high one."""
+    return [label.get_text() for label in sorted(seen(axis), key=lambda label: label.get_position()[0])]
+
+
 def bars_of(*ratios: float):
-    estimates = [mean_t(np.log([ratio * 0.99, ratio * 1.01]), "log_ratio") for ratio in ratios]
+    estimates = [mean_t(np.log(ratio) + np.array([-1e-6, 1e-6]), "log_ratio") for ratio in ratios]
     rows = [Comparison(str(arm), LATENCY[0], 1.0, one, "higher", base=2.0) for arm, one in enumerate(estimates)]
     (axes,) = plots.ablation_bars(rows)
     axes.figure.canvas.draw()
     return axes
 
 
-def test_a_panel_of_bars_with_one_far_off_goes_by_the_ratio_and_says_so(tmp_path):
-    axes = bars_of(13.0, 2.0, 0.5)
-    assert axes.get_xlabel() == "change (%), log"
-    place = axes.get_xaxis_transform().transform
-    zero, double, half, far = (place((percent, 0))[0] for percent in (0.0, 100.0, -50.0, 1200.0))
-    assert double - zero == pytest.approx(zero - half)
-    assert axes.bbox.x0 < half < zero < double < far < axes.bbox.x1
-    assert {label.get_text() for label in axes.get_xticklabels()} == {"−50", "−30", "0", "+50", "+100", "+300", "+900"}
+def test_bars_are_as_long_as_the_logarithm_of_their_ratio(tmp_path):
+    axes = bars_of(290.0, 1 / 8.5, 2.0, 0.5)
+    assert axes.get_xlabel() == "change (factor)"
+    far, less, double, half = (bar.get_width() for bar in axes.patches)
+    assert (far, less, double, half) == pytest.approx(tuple(np.log([290.0, 1 / 8.5, 2.0, 0.5])), abs=1e-3)
+    assert {"÷10", "1", "×100"} < {*told(axes.xaxis)}
     saved(np.array([axes]), tmp_path, "far")
 
 
-@pytest.mark.parametrize(("least", "tick"), [(0.62, "−30"), (0.22, "−75")])
-def test_an_axis_by_the_ratio_has_a_tick_below_0_where_bars_are(least, tick):
-    axes = bars_of(13.0, least)
-    assert tick in {label.get_text() for label in axes.get_xticklabels()}
+@pytest.mark.parametrize(
+    ("ratios", "ticks"),
+    [
+        ((1.0001, 0.9999), "−2 −1.5 −1 −0.5 0 +0.5 +1 +1.5 +2"),
+        ((1.05, 0.97), "−3 −2 −1 0 +1 +2 +3 +4 +5"),
+        ((1.6, 0.7), "÷1.5 1 ×1.5"),
+        ((13.0, 0.22), "÷5 ÷3 ÷2 ÷1.5 1 ×1.5 ×2 ×3 ×5 ×10"),
+        ((13_000.0, 0.9), "÷2 1 ×2 ×3 ×5 ×10 ×100 ×1,000 ×10,000"),
+    ],
+)
+def test_ticks_of_ratios_go_by_their_range(ratios, ticks):
+    assert told(bars_of(*ratios).xaxis) == ticks.split()
 
 
 @pytest.mark.parametrize(
-    ("is_narrow", "ticks"), [(False, ["0", "+300", "+900"]), (True, ["0", "+100", "+300", "+900"])]
+    ("is_narrow", "ticks"), [(False, ["1", "×2", "×5", "×10"]), (True, ["1", "×2", "×3", "×5", "×10"])]
 )
-def test_ratios_have_as_many_ticks_as_fit_beside_each_other(is_narrow, ticks):
+def test_all_panels_of_ratios_have_one_axis_with_as_many_ticks_as_fit(is_narrow, ticks):
     estimates = [mean_t(np.log([ratio * 0.99, ratio * 1.01]), "log_ratio") for ratio in (1.04, 1.41, 8.0, 20.0)]
     rows = [
         Comparison(f"watermark {arm}", metric, 1.0, one, "higher", base=2.0)
-        for metric in LATENCY[:4] for arm, one in enumerate(estimates)
+        for metric, some in zip(LATENCY, (estimates, estimates[:2], estimates[:1], estimates[2:]), strict=False)
+        for arm, one in enumerate(some)
     ]  # fmt: skip
     panels = plots.ablation_bars(rows, is_narrow=is_narrow)
     panels[0].figure.canvas.draw()
+    assert len({axes.get_xlim() for axes in panels}) == 1
     for axes in panels:
         labels = sorted(axes.get_xticklabels(), key=lambda label: label.get_window_extent().x0)
         assert [label.get_text() for label in labels] == ticks
@@ -192,17 +205,14 @@ def test_ratios_have_as_many_ticks_as_fit_beside_each_other(is_narrow, ticks):
 
 def test_bars_of_shares_are_in_points_however_wide_their_interval():
     estimate = mean_t(np.array([0.05, 0.60]))
-    (axes,) = plots.ablation_bars([Comparison("a", SLO_METRICS[0], 0.6, estimate, "inside the noise", base=0.3)])
-    assert axes.get_xlabel() == "change (points)"
-    assert axes.get_xlim() == (-100.0, 100.0)
+    share = Comparison("a", SLO_METRICS[0], 0.6, estimate, "inside the noise", base=0.3)
+    ratio = Comparison("a", LATENCY[0], 1.0, mean_t(np.log([3.0, 3.1]), "log_ratio"), "higher")
+    axes, other = plots.ablation_bars([share, ratio])
+    assert (axes.get_xlabel(), other.get_xlabel()) == ("change (points)", "change (factor)")
+    assert axes.get_xlim() == (-1.0, 1.0)
+    assert {"−100", "0", "+100"} <= {*told(axes.xaxis)}
     (bar,) = [patch for patch in axes.patches if patch.get_width()]
-    assert bar.get_width() == pytest.approx(32.5)
-
-
-def test_a_panel_of_small_changes_is_not_blown_up():
-    axes = bars_of(1.0001, 0.9999)
-    assert axes.get_xlabel() == "change (%)"
-    assert axes.get_xlim()[0] <= -2 < 2 <= axes.get_xlim()[1]
+    assert bar.get_width() == pytest.approx(0.325)
 
 
 @pytest.mark.parametrize("is_narrow", [False, True])

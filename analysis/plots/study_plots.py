@@ -39,7 +39,8 @@ LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 def latency_cdf(runs: Runs, *, is_narrow: bool = False, ax: OwnAxes | None = None) -> AxesArray:
     """Distribution functions of TTFT, TPOT and E2E, one curve for each run; Kaplan-Meier's if requests are censored.
 
-    If a curve ends below 1, requests were not finished (or not started) when the run ended. Returns Axes `[3]`.
+    An axis ends at the P99.5 of all runs' values together, if there are 200; longer tails leave the panel. If a curve
+    ends within it below 1, requests were not finished (or not started) when the run ended. Returns Axes `[3]`.
     """
     runs = runs_of(runs)
     with style.styled(ax):
@@ -72,9 +73,11 @@ def _cdf_panel(axes: Axes, samples: Mapping[str, tuple[FloatArray, FloatArray]],
             keep = np.unique(np.linspace(0, values.size - 1, MAX_POINTS).astype(int))
             x, look = np.append(values[keep[0]], values[keep]) * factor, style.series_style(index)
             axes.plot(x, np.append(0.0, cdf[keep]), drawstyle="steps-post", label=style.literal(label), **look)
-    style.log_if_wide(axes.xaxis, everything * factor, ratio=5.0)
+    end = float(np.quantile(everything, 0.995, method="higher"))
+    style.log_if_wide(axes.xaxis, np.minimum(everything, end) * factor, ratio=5.0)
+    axes.set_xlim(right=1.02 * end * factor)
     axes.set_ylim(0.0, 1.02)
-    axes.set_xlabel(f"{title} ({unit})")
+    axes.set_xlabel(f"{title} ({unit}){', up to P99.5' if end < everything.max() else ''}")
 
 
 def throughput_latency(

@@ -18,6 +18,7 @@ from analysis.comparison.compare import LATENCY, RATES, SLO_METRICS, Comparison
 from analysis.load import load_run
 from analysis.measures.statistics import Estimate, mean_t
 from analysis.plots import curves, style
+from analysis.plots.study_plots import _cdf_panel
 from testbed.records.schema import STEP_COLUMNS
 from tests.analysis.runs import requests_of, simulate, table, write_folder, write_run
 
@@ -228,6 +229,16 @@ def test_a_legend_has_long_names_whole_and_within_the_figure(runs, is_narrow):
     assert figure.bbox.x0 <= legend.get_window_extent().x0
     assert legend.get_window_extent().x1 <= figure.bbox.x1
     assert legend.get_window_extent().y1 < drawn[-1].xaxis.label.get_window_extent().y0
+
+
+@pytest.mark.parametrize(("num", "end_ms", "label"), [(1000, 996, "TTFT (ms), up to P99.5"), (100, 9000, "TTFT (ms)")])
+def test_a_distribution_is_shown_up_to_the_tail_of_all_runs_together(num, end_ms, label):
+    values = np.append(np.arange(1, num) / 1e3, 9.0)
+    _, ((axes,),) = style.grid(1, 1, 2.0)
+    both = {name: (some, np.empty(0)) for name, some in {"a": values[: num // 2], "b": values[num // 2 :]}.items()}
+    _cdf_panel(axes, both, "TTFT")
+    assert axes.get_xlim()[1] == pytest.approx(1.02 * end_ms, rel=2e-3)
+    assert axes.get_xlabel() == label
 
 
 def test_a_name_with_dollar_signs_is_no_mathematics(runs, tmp_path):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, counted, infer_arms, stated_replicates
+from analysis.comparison.arms import Arm, counted, infer_arms, is_policy, stated_replicates
 from analysis.comparison.compare import LATENCY, TIMES, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.comparison.effects import Effect, by_factor
 from analysis.comparison.pairs import Pair, engine_of
@@ -133,7 +133,6 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
     facts = [
         ("trace", values("trace", "name")),
         ("requests in the trace", values("trace", "num_requests")),
-        ("trace fingerprint", values("trace", "fingerprint")),
         ("notes on the trace", values("trace", "notes")),
         ("seeds", ", ".join(dict.fromkeys(fmt.plain(run.manifest.get("seed")) for run in runs)) or fmt.NOTHING),
         ("backend", values("backend")),
@@ -145,20 +144,29 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("CPU KV blocks", values("num_cpu_blocks") if any(run.has_swapped for run in runs) else fmt.NOTHING),
         ("replicas, each with blocks of its own", values("num_replicas") if is_fleet else fmt.NOTHING),
         ("router", values("router") if is_fleet else fmt.NOTHING),
+        ("the arms differ in", _apart(runs)),
         ("classes of one's own", _own_classes(runs)),
         ("commands were given in", values("started_in")),
         ("machine that ran it", values("machine")),
         ("pace of the replay", values("replay", "pace")),
         ("a probe's median time over what it should take", values("replay", "probe", "slowness", "p50")),
         ("code version", values("code_version")),
-        ("core", values("core")),
-        ("core compiled by", values("compiler")),
-        ("packages", values("versions")),
         ("time base", "; ".join(dict.fromkeys(str(run.summary.get("time_base")) for run in runs))),
         ("checks of the records", "; ".join(dict.fromkeys(outline(run.summary["checks"]) for run in runs))),
     ]
     rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text not in ("", fmt.NOTHING))
     return Table(caption, ("", ""), rows)
+
+
+def _apart(runs: Sequence[Run]) -> str:
+    """Every setting that is not the same in all arms, as a preset's own are, with its values: "cache.watermark 0/0.01".
+    Those of models and devices are left to their names."""
+    keys = [key for key in swept_keys(runs) if is_policy(key) and key.partition(".")[0] not in ("model", "device")]
+    levels = {key: [run.flat_config.get(key) for run in runs] for key in keys}
+    return "; ".join(
+        f"{key} {'/'.join(dict.fromkeys('null' if one is None else level_text(key, one) for one in of_key))}"
+        for key, of_key in levels.items()
+    )
 
 
 _AS_FITTED = {"host_factor": 1.0, "device_factor": 1.0, "repeated_saving": None}  # settings that change a fit

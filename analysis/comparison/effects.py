@@ -216,12 +216,6 @@ def _judge(effects: Sequence[Effect], margin: float) -> list[Effect]:
     ]
 
 
-def one_factor_away(arms: Sequence[Arm], baseline: Arm) -> set[str]:
-    """Names of the arms that differ from the baseline in exactly one factor."""
-    factors = level_groups(arms)
-    return {arm.name for arm in arms if sum(_level(arm, f) != _level(baseline, f) for f in factors) == 1}
-
-
 def by_factor(effects: Sequence[Effect]) -> Mapping[tuple[str, str, str], list[Effect]]:
     """(factor, base level, level) -> its effects over metrics."""
     return grouped(effects, lambda effect: (effect.factor, repr(effect.base_level), repr(effect.level)))

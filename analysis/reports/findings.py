@@ -1,26 +1,12 @@
-"""Sentences from numbers: each states a difference with its interval and method, and nothing beyond that."""
+"""Sentences on how a report's numbers came about: failed checks, the method of intervals, limits."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, num_replicates
 from analysis.comparison.compare import Comparison
-from analysis.comparison.effects import Effect
-from analysis.comparison.wording import (
-    bounds_text,
-    cells_text,
-    change_text,
-    correction_text,
-    difference_text,
-    interval_text,
-    no_more_than,
-    step_text,
-    verdict_text,
-)
 from analysis.load import Run
 from analysis.measures.checks import failures
 from analysis.measures.metrics import SLO
@@ -30,96 +16,6 @@ def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> Iterable[str
     """A sentence on each check that the records of a run fail; all other results depend on these. links: by path."""
     said = (f"{links[str(run.path)]}: {text}" for run in runs for text in failures(run.summary["checks"]))
     return dict.fromkeys(said)
-
-
-def effect_finding(effects: Sequence[Effect], margin: float) -> str:
-    """A few sentences on the change of one factor: its effect by cells in metrics where cells disagree, its average
-    effect in the other metrics, and the metrics in which the size depends on other factors."""
-    first, turned = effects[0], [effect for effect in effects if effect.is_uneven]
-    name = step_text(first)
-    said = [f"{name}: {'; '.join([cells_text(effect, interval_text) for effect in turned])}."] if turned else []
-    even = [effect for effect in effects if effect not in turned]
-    if even:
-        average = "on average over the other factors"
-        subject = f"In other metrics, {average}, it" if turned else f"{average.capitalize()}, {name}"
-        said.append(finding(subject, [effect.comparison for effect in even], margin))
-    uneven = [_interaction_text(effect) for effect in even if effect.interaction is not None]
-    return " ".join([*said, *([f"Its size depends on the other factors: {'; '.join(uneven)}."] if uneven else [])])
-
-
-def _interaction_text(effect: Effect) -> str:
-    assert effect.interaction is not None
-    comparison, apart = effect.comparison, effect.interaction.estimate
-    ends = effect.interaction.least, effect.interaction.most
-    sizes = [end.estimate.value for end in ends if end.estimate is not None]
-    claimed = replace(comparison, estimate=apart, verdict="higher")
-    if apart.scale == "difference":
-        told = [difference_text(comparison.metric, size) for size in sizes]
-    else:
-        told = fmt.changes([100.0 * math.expm1(size) for size in sizes])
-    is_in_unit = apart.scale == "difference" and not comparison.metric.is_share
-    by = bounds_text(claimed).removeprefix("by ") if is_in_unit else interval_text(claimed)
-    where = [f"by {size} with {end.arm}" for size, end in zip(told, ends, strict=True)]
-    return f"{comparison.metric.label} {' and '.join(where)} (apart by {by})"
-
-
-def best_arms(rows: Sequence[Comparison], baseline: str) -> list[str]:
-    """Sentences that name, for each metric, the arms with the largest claimed improvement, if there is any."""
-    by_arms: dict[tuple[str, ...], list[str]] = {}
-    for metric in dict.fromkeys(row.metric for row in rows):
-        better = [row for row in rows if row.metric is metric and row.is_claim and row.gain > 0]
-        best = [row for row in better if row.gain == max(row.gain for row in better)]
-        if best:
-            names = tuple(row.arm for row in best)
-            by_arms.setdefault(names, []).append(f"{metric.label} ({interval_text(best[0])})")
-    return [
-        f"Of the claimed improvements on {fmt.names([baseline])}, the largest in {fmt.listing(texts)} is that of "
-        f"{fmt.names(names)}."
-        for names, texts in by_arms.items()
-    ]
-
-
-def finding(subject: str, rows: Sequence[Comparison], margin: float) -> str:
-    """A few sentences on an arm or a factor: the metrics that are better, worse, inside the noise or not comparable."""
-    groups: dict[str, list[str]] = {}
-    for row in rows:
-        said = row.verdict if row.verdict in _CLOSINGS else verdict_text(row, margin)
-        key = "alike" if row.is_alike else said
-        told = ", ".join(filter(None, (interval_text(row), correction_text(row))))
-        told = f"{change_text(row)}: {said}" if row.is_alike else told
-        is_told = row.estimate is not None and key not in ("identical", "equivalent")
-        text = f"{row.metric.label} ({told})" if is_told else row.metric.label
-        groups.setdefault(key, []).append(text)
-    parts = [f"{word} in {fmt.listing(groups[word])}" for word in CLAIMS if word in groups]
-    if parts:
-        sentences = [f"{subject} is {'; '.join(parts)}."]
-    elif {"inside the noise", "inside the engine's noise", "undecided", "equivalent"} & set(groups):
-        sentences = [f"{subject} shows no difference beyond {no_more_than(groups, margin)}."]
-    elif set(groups) == {"identical"}:
-        sentences = [f"{subject} shows no difference."]
-    else:
-        sentences = [f"{subject}:"]
-    return " ".join([*sentences, *[form(groups[key], margin) for key, form in _CLOSINGS.items() if key in groups]])
-
-
-CLAIMS = ("better", "worse", "longer", "shorter", "higher", "lower")
-_CLOSINGS: dict[str, Callable[[list[str], float], str]] = {
-    "inside the noise": lambda texts, _: f"Inside the noise: {fmt.listing(texts)}.",
-    "inside the engine's noise": lambda texts, _: (
-        f"Inside the engine's own noise, as far as its repeats show it: {fmt.listing(texts)}."
-    ),
-    "undecided": lambda texts, _: f"Undecided, more replicates would tell: {fmt.listing(texts)}.",
-    "identical": lambda texts, _: f"Identical: {fmt.listing(texts)}.",
-    "equivalent": lambda texts, margin: f"No difference within ±{margin * 100:g} %: {fmt.listing(texts)}.",
-    "alike": lambda texts, _: (
-        f"No claim is made of what differed equally in so few replicates that chance may do it: {fmt.listing(texts)}."
-    ),
-    "no interval": lambda texts, _: f"Observed without an interval, so no claim is made: {fmt.listing(texts)}.",
-    "not comparable": lambda texts, _: (
-        "Not comparable (zero, not reached, not recorded, of other traces, or of an arm that ignored requests): "
-        f"{fmt.listing(texts)}."
-    ),
-}
 
 
 def interval_method(rows: Sequence[Comparison], num_replicates: int, single: list[str]) -> str:

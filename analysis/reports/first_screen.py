@@ -41,7 +41,6 @@ from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import apart, factor_name, level_text
 from analysis.reports.asked import asks_beside_slo, is_asked, values_of
-from analysis.reports.findings import CLAIMS
 from analysis.reports.keeping_slo import kept
 from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.trust import shared
@@ -50,6 +49,7 @@ MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are described by cells
 _MAX_NAMED = 3  # comparisons in one sentence
 _MAX_BEYOND = 2  # arms that are named as beyond their capacity
+_CLAIMS = ("better", "worse", "longer", "shorter", "higher", "lower")
 
 
 _Said = tuple[bool, float, str]  # whether it is on no metric that the question names, minus the size, the sentence
@@ -143,7 +143,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
     if len(said) > most:
         num_told = max(1, most - 1)
         left = len(said) - num_told
-        more = f"{fmt.count(left, 'more difference')} {'is' if left == 1 else 'are'} below, under “All findings”."
+        more = f"{fmt.count(left, 'more difference')} {'is' if left == 1 else 'are'} in the tables."
         told = [*said[:num_told], more] if most > 1 else [f"{said[0].removesuffix('.')}; {more}"]
         return [*told, *same]
     return [*said, *same, *_quiet(quiet, {subject for subject, _ in claimed}, margin, pooled)[: most - len(said)]]
@@ -402,7 +402,7 @@ def told_of(rows: Sequence[Comparison], question: str, margin: float) -> str:
     """The largest improvements and the largest losses, as text; where nothing is better, the largest changes. First the
     metrics that the question names, and last those of them that are inside the noise."""
     told: list[tuple[bool, str]] = []  # (whether the question names none of its metrics, text)
-    for word in CLAIMS:
+    for word in _CLAIMS:
         mine = [row for row in rows if row.claim == word]
         if mine:
             mine.sort(key=lambda row: (not is_asked(row.metric, question), -row.size))

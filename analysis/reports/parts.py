@@ -73,7 +73,6 @@ class Sections:
     out: Path
     part: Path  # the folder of figures until `keep` is called
     drawn: Callable[[], object] = lambda: None  # called after each figure
-    findings: dict[str, list[str]] = field(default_factory=dict)  # load -> sentences on its arms
     ablation: list[Any] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # sentences on what could not be compared

@@ -23,12 +23,10 @@ from analysis.comparison.arms import (
     by_load,
     comparable,
     find_arm,
-    grouped,
     infer_arms,
     joined,
     num_replicates,
     on_one_replicate,
-    paired_replicates,
 )
 from analysis.comparison.compare import (
     DEADLINES,
@@ -40,10 +38,9 @@ from analysis.comparison.compare import (
     P99_ITL,
     RATES,
     SLO_METRICS,
-    Comparison,
     compare,
 )
-from analysis.comparison.effects import Compared, Effect, by_factor, main_effects, one_factor_away
+from analysis.comparison.effects import Compared, main_effects
 from analysis.comparison.groups import (
     check_warm_up,
     differing,
@@ -214,7 +211,7 @@ def _comparable_groups(sections: Sections, report: ReportInput, baseline_name: s
 
 
 def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: ReportInput, slo: SLO | None) -> None:
-    """Adds tables, bars and findings for one load; the first arm is the baseline."""
+    """Adds tables and bars for one load; the first arm is the baseline."""
     baseline = arms[0]
     where = f" at {load}" if load else ""
     runs = [run for arm in arms for run in arm.runs]
@@ -241,43 +238,15 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     for what, part in (parts | told).items():
         caption = f"{what.capitalize()}{where}{means if what in told else ''}"
         table = tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo)
-        made.append(replace(table, note=tables.ASSUMED_FAIR) if what == "tenants" else table)
+        assumed = [tables.ASSUMED_FAIR] if what == "tenants" else []
+        made.append(replace(table, note=" ".join([*assumed, *filter(None, [table.note])])))
     made += class_tables(arms, classes, where, report.margin, slo)
     method = findings.interval_method(rows, num, on_one_replicate(arms)) if len(arms) > 1 else ""
     is_new = all(method != other["method"] for other in sections.ablation)  # stated once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}
-    if len(arms) > 1:
-        if any(row.estimate is not None and row.verdict != "identical" for row in rows):
-            group["plots"] = [change_bars(sections, sections.compared[-1], report.question)]
-        sections.findings[load] = _said(rows, effects, arms, report.margin, num)
+    if any(row.estimate is not None and row.verdict != "identical" for row in rows):
+        group["plots"] = [change_bars(sections, sections.compared[-1], report.question)]
     sections.ablation.append(group)
-
-
-def _said(
-    rows: Sequence[Comparison], effects: Sequence[Effect], arms: Sequence[Arm], margin: float, num_replicates: int
-) -> list[str]:
-    """The findings: main effects for a factorial design with replicates, else a few sentences on each arm.
-
-    For a factorial design without replicates they cover only the arms that differ from the baseline in one factor; the
-    tables have all arms.
-    """
-    baseline = arms[0]
-    if effects and num_replicates > 1:
-        said = [findings.effect_finding(group, margin) for group in by_factor(effects).values()]
-        return said + findings.best_arms(rows, baseline.name)
-    near = one_factor_away(arms, baseline) if effects else {arm.name for arm in arms}
-    by_arm = grouped([row for row in rows if row.arm in near], lambda row: row.arm)
-    nums = {arm.name: len(paired_replicates(baseline, arm)) for arm in arms}
-    against = {name: "Against" if num > 1 else "On this one trace, against" for name, num in nums.items()}
-    equal = grouped(by_arm, lambda arm: (against[arm], tuple((r.metric, r.estimate, r.verdict) for r in by_arm[arm])))
-    return [
-        findings.finding(f"{start} {fmt.names([baseline.name])}, {_each_of(names)}", by_arm[names[0]], margin)
-        for (start, _), names in equal.items()
-    ]
-
-
-def _each_of(names: list[str]) -> str:
-    return f"each of {fmt.names(names)}" if len(names) > 1 else fmt.names(names)
 
 
 def commands_of(runs: Sequence[Run]) -> list[str]:
@@ -324,14 +293,17 @@ def _context(
         ],
         "answer": [*values, *said, *beside],
         "main_figure": main_figure(sections),
-        "findings": sections.findings,
         "setup": tables.setup_table("Setup of the runs compared", runs),
         "slo": None if slo is None else tables.slo_text(slo),
         "ablation": sections.ablation,
         "plots": run_plots(sections, groups, baseline, report),
         "fidelity": measured,
         "trust": trust(sections.compared, report.pairs, measured["errors"], rankings, len(report.incomplete)),
-        "limits": [*findings.limits([one.arms for one in sections.compared], report.arms, slo), *report.notes],
+        "limits": [
+            *measured["not_measured"],
+            *findings.limits([one.arms for one in sections.compared], report.arms, slo),
+            *report.notes,
+        ],
         "incomplete": [(relative(path, sections.out.parent), reason) for path, reason in report.incomplete],
         "commands": [*commands, *([report.command] if report.command else [])],
         "max_commands": _MAX_COMMANDS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +47,11 @@ def ablation_table(
     margin: float,
     slo: SLO | None,
 ) -> Table:
-    """Arms x metrics: the value and, except for the baseline (the first arm), its change, interval and verdict."""
+    """Arms x metrics: the value and, except for the baseline (the first arm), its change, interval and verdict. Without
+    comparisons, what is equal in all arms, or of one arm 0 or unknown, is in a note below."""
     found = {(row.arm, row.metric.path): row for row in comparisons}
+    left_out = {} if found else _told_once(arms, metrics, slo)
+    metrics = [metric for metric in metrics if metric not in left_out]
     rows = []
     for arm in arms:
         cells = [Cell(arm.name, ("baseline",) if arm is arms[0] else (), "head")]
@@ -62,7 +65,20 @@ def ablation_table(
             cells.append(_judged(metric.write(row.value), interval_text(row) + sign, verdict_text(row, margin), size))
         rows.append(tuple(cells))
     is_marked = any(note.endswith(_SIGN) for cells in rows for cell in cells for note in cell.notes)
-    return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows), _UNLIKE if is_marked else "")
+    why = "The same in all arms" if len(arms) > 1 else "Left out"
+    note = f"{why}: {', '.join(left_out.values())}." if left_out else _UNLIKE if is_marked else ""
+    return Table(caption, ("arm", *[metric.label for metric in metrics]), tuple(rows), note)
+
+
+def _told_once(arms: Sequence[Arm], metrics: Sequence[Metric], slo: SLO | None) -> dict[Metric, str]:
+    """Each metric without a better direction that is equal in all arms, or of one arm 0 or unknown, with its value;
+    none if all are."""
+    told = {}
+    for metric in (one for one in metrics if not one.better):
+        values = [mean_over_replicates(arm, metric, slo) for arm in arms]
+        if len({*map(metric.write, values)}) == 1 and (len(arms) > 1 or not values[0]):
+            told[metric] = f"{metric.label} {metric.write(values[0]).replace(fmt.NOTHING, 'not recorded')}"
+    return told if len(told) < len(metrics) else {}
 
 
 ASSUMED_FAIR = (
@@ -85,7 +101,8 @@ _UNLIKE = (
 
 
 def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Table:
-    """Factors x metrics: the main effect, its interval and verdict; no average that hides what cells disagree on."""
+    """Factors x metrics: the main effect, its interval and verdict, and both ends over the cells if it depends on the
+    other factors; no average that hides what these disagree on."""
     groups = by_factor(effects)
     metrics = list(dict.fromkeys(effect.comparison.metric.label for effect in effects))
     rows = []
@@ -102,12 +119,26 @@ def effects_table(caption: str, effects: Sequence[Effect], margin: float) -> Tab
             if row.estimate is None:
                 cells.append(Cell(fmt.NOTHING, ("not comparable",), "noise"))
             elif effect.is_uneven:
-                ends = [change_text(end) for end in effect.ends]
-                cells.append(Cell(" to ".join(ends), ("depends on the other factors",), "noise"))
+                cells.append(Cell(" to ".join(map(change_text, effect.ends)), _by_cells(effect, margin), "noise"))
             else:
-                cells.append(_judged(change_text(row), bounds_text(row), verdict_text(row, margin)))
+                cell = _judged(change_text(row), bounds_text(row), verdict_text(row, margin))
+                cells.append(cell._replace(notes=(*cell.notes, *_by_cells(effect, margin))))
         rows.append(tuple(cells))
     return Table(caption, ("factor", *metrics), tuple(rows))
+
+
+def _by_cells(effect: Effect, margin: float) -> tuple[str, ...]:
+    """Notes on an effect that depends on the other factors: both `ends`, with their verdicts if these disagree, else
+    with the difference between them."""
+    if effect.interaction is None:
+        return ()
+    about = "depends on the other factors"
+    if effect.is_uneven:
+        return about, *(f"{interval_text(end)} with {end.arm}: {verdict_text(end, margin)}" for end in effect.ends)
+    apart = replace(effect.comparison, estimate=effect.interaction.estimate, verdict="higher")
+    is_in_unit = effect.interaction.estimate.scale == "difference" and not apart.metric.is_share
+    by = bounds_text(apart).removeprefix("by ") if is_in_unit else interval_text(apart)
+    return about, *(f"{change_text(end)} with {end.arm}" for end in effect.ends), f"apart by {by}"
 
 
 def setup_table(caption: str, runs: Sequence[Run]) -> Table:

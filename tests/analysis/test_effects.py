@@ -16,13 +16,12 @@ from scipy import stats
 from analysis.comparison import effects
 from analysis.comparison.arms import Arm, level_groups
 from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, compare, judge
-from analysis.comparison.effects import Compared, Effect, main_effects, one_factor_away
+from analysis.comparison.effects import Compared, Effect, main_effects
 from analysis.comparison.wording import change_text
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate
 from analysis.reports.cautions import _ambiguous
-from analysis.reports.findings import effect_finding
 from analysis.reports.first_screen import answer
 from analysis.reports.tables import effects_table
 
@@ -64,6 +63,12 @@ def with_values(name: str, values: Sequence[float]) -> Arm:
     return Arm(name, {"scheduler.name": name}, cast(tuple[Run, ...], tuple(runs)))
 
 
+def notes_of(effect: Effect) -> list[str]:
+    """The notes of its cell in a table."""
+    ((_, cell),) = effects_table("", [effect], 0.02).rows
+    return [note.replace("\u00a0", " ") for note in cell.notes]
+
+
 def first_effect(arms: list[Arm], metric: Any) -> Effect:
     return next(effect for effect in main_effects(arms, arms[0], [metric]) if effect.factor == "x.a")
 
@@ -73,7 +78,7 @@ def test_factors_that_multiply_do_not_interact() -> None:
     assert effect.comparison.estimate is not None
     assert effect.comparison.estimate.value == pytest.approx(math.log(2), abs=0.1)
     assert effect.interaction is None
-    assert "depends on" not in effect_finding([effect], 0.02)
+    assert "depends on the other factors" not in notes_of(effect)
 
 
 def test_a_run_that_is_missing_costs_its_trace_not_the_effect() -> None:
@@ -117,12 +122,12 @@ def test_an_effect_that_is_larger_at_one_level_of_another_factor_is_told_with_an
     assert apart.level == pytest.approx(1 - 0.05 / 3), "of three pairs of cells"
     error = (apart.high - apart.value) / stats.t.ppf(0.5 + apart.level / 2, NUM - 1)
     assert apart.p_value == pytest.approx(3 * 2 * stats.t.sf(apart.value / error, NUM - 1))
-    said = effect_finding([effect], 0.02).replace("\u00a0", " ")
-    assert "Its size depends on the other factors: mean TTFT by +" in said
-    assert "with b 2 (apart by +5" in said
+    *_, about, _, at_most, by = notes_of(effect)
+    assert about == "depends on the other factors"
+    assert re.fullmatch(r"\+\d+ % with b 2", at_most)
+    assert by.startswith("apart by +5")
     two = [arm for arm in design(lambda a, b: 2.0**a * (1.5 if a and b == 2 else 1.0), 0.02) if arm.levels["x.b"]]
     assert first_effect(two, LATENCY[0]).interaction is not None, "of two cells"
-    assert one_factor_away(two, two[0]) == {"a 1, b 1", "a 0, b 2"}
 
 
 def test_a_level_that_stands_for_different_settings_has_no_main_effect() -> None:
@@ -198,7 +203,7 @@ def test_a_rate_that_falls_to_zero_has_an_effect_in_its_own_unit() -> None:
     assert row.estimate is not None
     assert (row.estimate.scale, row.verdict, row.gain) == ("difference", "lower", -math.inf)
     assert row.base == pytest.approx(-row.estimate.value)
-    assert "worse in goodput (from 4" in effect_finding([effect], 0.02)
+    assert effects_table("", [effect], 0.02).rows[0][1].text.startswith("from 4")
 
 
 @pytest.mark.parametrize(
@@ -221,16 +226,12 @@ def test_an_effect_that_turns_with_another_factor_is_answered_by_cells_and_by_no
     pattern = re.escape(f"a 1 instead of 0: {words}").replace("X\\ %", "\\S+\\ %").replace("X", "\\S+")
     assert re.fullmatch(pattern, told), told
     assert not any("against" in text for text in said), "an arm's change is that of a cell"
-    finding = effect_finding([first_effect(arms, LATENCY[0])], 0.02).replace("\u00a0", " ")
-    with_bounds = re.sub(r"\\S\+\\ %\\\)", r"[^)]*\]\\)", pattern)
-    assert re.fullmatch(with_bounds, finding), finding
     turned = first_effect(arms, LATENCY[0])
     even = replace(turned, comparison=replace(turned.comparison, metric=LATENCY[2]), interaction=None)
-    finding = effect_finding([turned, even], 0.02)
-    assert " In other metrics, on average over the other factors, it " in finding
-    assert "average" not in finding.partition(". ")[0]
     (row,) = effects_table("", [turned, even], 0.02).rows
-    assert row[1].notes == ("depends on the other factors",)
+    claims = [note.partition(": ")[2] for note in notes_of(turned)[1:3]]
+    assert words.startswith(f"mean TTFT is {claims[0]} with ")
+    assert f" and {claims[1]} with " in words
     assert row[1].text == " to ".join(change_text(end) for end in turned.ends)
     assert row[2].notes != row[1].notes
 

@@ -50,9 +50,9 @@ def test_effects_are_told_by_their_size_and_no_more_than_five_sentences() -> Non
     assert said[0].startswith("arm 8 against base: better in mean TTFT (−59")
     assert "worse in P99 TTFT (+35" in said[0]
     assert [text.split(" against")[0] for text in said[:4]] == ["arm 8", "arm 7", "arm 6", "arm 5"]
-    assert said[4] == "5 more differences are below, under “All findings”."
+    assert said[4] == "5 more differences are in the tables."
     (only,) = answer([Compared("", BASE, rows, ())], None, most=1)
-    assert only == f"{said[0].removesuffix('.')}; 8 more differences are below, under “All findings”."
+    assert only == f"{said[0].removesuffix('.')}; 8 more differences are in the tables."
 
 
 def test_arms_with_equal_changes_share_a_sentence() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from analysis import format as fmt
 from analysis.comparison.arms import Arm, infer_arms
-from analysis.comparison.compare import LATENCY, compare
+from analysis.comparison.compare import LATENCY, Metric, compare
 from analysis.comparison.groups import experiments
 from analysis.comparison.pairs import Pair, infer_pairs
 from analysis.load import load_run, load_sweep
@@ -62,7 +64,7 @@ def test_an_arm_that_lacks_a_load_is_named_before_the_findings(tmp_path):
     write_runs(tmp_path, rate=[6.0, 8.0, 10.0], watermark=0.01, **FEW)
     write_run(tmp_path / "another", rate=6.0, watermark=0.1, **FEW)
     text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
-    said, _, rest = text.partition("## All findings")
+    said, _, rest = text.partition("## Setup")
     assert "- There is no run of watermark 0.1 at rate = 8 and rate = 10." in said
     assert "no run of" not in rest
 
@@ -103,7 +105,7 @@ def test_a_folder_that_was_named_is_never_left_out_in_silence(tmp_path):
     write_run(tmp_path / "a" / "real", "real", chunked=False, prefix_caching=False, **FEW)
     change_config(tmp_path / "a" / "real", cache__eviction="lfu")
     text = report_from_folders([tmp_path / "a"], tmp_path / "report.html").with_suffix(".md").read_text()
-    before = text.partition("**Before you read on**")[2].partition("## All findings")[0]
+    before = text.partition("**Before you read on**")[2].partition("## Setup")[0]
     assert "1 run at or below a/real is another experiment" in before
 
 
@@ -115,9 +117,7 @@ def test_two_traces_are_a_section_each_by_the_fewest_words(tmp_path):
     text = report_from_folders([tmp_path], tmp_path / "report.html").with_suffix(".md").read_text()
     assert "The loads are different traces, each to be read by itself: they differ in num_requests, path" in text
     assert not (tmp_path / "report_files" / "throughput_latency.svg").exists(), "no curve joins two traces"
-    _, findings, sections = re.split("^## (?:All findings|Ablation)$", text, flags=re.MULTILINE)
-    titles = [line for line in sections.splitlines() if line.startswith("### ")]
-    assert all(f"\n{title}\n" in findings for title in titles), "each with findings of its own"
+    titles = [line for line in text.partition("\n## Ablation\n")[2].splitlines() if line.startswith("### ")]
     for title, name in zip(titles, ("azure", "burstgpt"), strict=True):
         assert re.fullmatch(rf"### trace = {name} \([\d.]+ requests/s\)", title), "their rates differ"
 
@@ -208,3 +208,22 @@ def test_a_class_of_ones_own_is_told_once_with_every_value_of_its_parameters(tmp
         "cost = mine.Noisy(of=roofline, seed=0/1), file 01234567; "
         "decode_first: scheduler.victim = mine.Last(), file 01234567"
     )
+
+
+def test_what_is_equal_in_all_arms_takes_no_column(tmp_path):
+    metrics = [Metric(name, name, 0, fmt.number) for name in ("sent", "preempted", "swapped", "unknown")]
+    arms = []
+    for place, folder in enumerate(write_runs(tmp_path, chunked=BOTH, **FEW)):
+        run = load_run(folder)
+        run.summary.update(sent=40, preempted=place, swapped=0, unknown=None)
+        arms.append(Arm(str(place), {}, (run,)))
+
+    def told(arms, metrics):
+        table = tables.ablation_table("", arms, metrics, (), 0.02, None)
+        return table.headers[1:], table.note
+
+    assert told(arms, metrics) == (("preempted",), "The same in all arms: sent 40, swapped 0, unknown not recorded.")
+    assert told(arms[1:], metrics) == (("sent", "preempted"), "Left out: swapped 0, unknown not recorded.")
+    assert told(arms, metrics[:1]) == (("sent",), ""), "a table has a column"
+    assert told(arms, [*LATENCY[:1], metrics[2]])[0] == (LATENCY[0].label,)
+    assert told(arms[1:], [replace(metrics[2], better=1), metrics[3]])[0] == ("swapped",), "a goodput of 0 is a result"

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from analysis.comparison.arms import infer_arms
+from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, RATES, Comparison
 from analysis.comparison.triggered import _never_used
 from analysis.load import load_sweep
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate
-from analysis.reports.findings import finding, limits
+from analysis.reports.findings import limits
+from analysis.reports.tables import ablation_table
 from experiments.wiring.traces import build_trace
 from testbed.traces.serialize import write_jsonl
 from tests.experiments.kit import Say, config_of
@@ -87,8 +88,7 @@ def test_windows_at_two_loads_are_replicates_at_each(recorded: Path, tmp_path: P
                 )  # fmt: skip
     said = report(tmp_path)
     assert said.count("over 3 replicates, paired on the same trace") == 1, "said once of both loads"
-    for section in re.split("^## (?:All findings|Ablation)$", said, flags=re.MULTILINE)[1:]:
-        assert len(re.findall(r"^### rate_scale = [12] \([\d.]+ requests/s\)$", section, re.MULTILINE)) == 2
+    assert len(re.findall(r"^### rate_scale = [12] \([\d.]+ requests/s\)$", said, re.MULTILINE)) == 2
     assert "| replicates | fair | 3 replicates, by window |" in said
 
 
@@ -178,7 +178,8 @@ def test_one_factor_at_a_time_has_no_main_effects(tmp_path: Path) -> None:
     said = report(tmp_path)
     assert "Main effects" not in said
     assert "On average over the other factors" not in said
-    assert said.count("- Against ") == 3
+    rows = said.partition("**Latency**")[2].partition("\n\n**")[0].splitlines()
+    assert sum("[" in row for row in rows) == 3, "each arm against the baseline"
 
 
 def test_a_goodput_that_falls_to_zero_is_told_in_requests_behind_who_keeps_the_slo(tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_a_goodput_that_falls_to_zero_is_told_in_requests_behind_who_keeps_the_s
     kept = "2048 keeps the SLO for 100 % of the requests in the mean over 3 replicates"
     assert first.endswith(f"{kept}, max num batched tokens 16 for 0 %.")
     assert re.search(r"worse in goodput \(from [\d.]+ req/s to 0 req/s\)", second)
-    assert "SLO attainment (−100 points: the same in all 3 replicates)" in said, "of three no chance can be told"
+    assert "−100 points<br>the same in all 3 replicates" in said, "of three no chance can be told"
     assert re.search(r"from [\d.]+ req/s to 0 req/s by \[−[\d.]+ req/s, −[\d.]+ req/s\]", said)
     assert "smaller than the simulator's" not in said
 
@@ -207,10 +208,9 @@ def test_an_effect_whose_size_depends_on_another_factor_is_told_so(tmp_path: Pat
                 scheduler = {"name": "sarathi", "max_num_batched_tokens": budget, "max_num_seqs": seqs}
                 ran(tmp_path / f"{budget}-{seqs}-{seed}", trace=trace, scheduler=scheduler, seed=seed)
     said = report(tmp_path)
-    assert "Its size depends on the other factors: " in said
-    told = r"mean TTFT by \S+ %? ?with max num seqs \d+ and by .* with max num seqs \d+ \(apart by .* \[.*\]\)"
-    assert re.search(told, said)
-    assert " the effect depends on the other factors)" in said.partition("## All findings")[0]
+    told = r"<br>depends on the other factors<br>[^|]* with max num seqs \d+<br>apart by .* \[.*\]"
+    assert re.search(told, said.partition("**Main effects on latency")[2].partition("\n\n**")[0])
+    assert " the effect depends on the other factors)" in said.partition("## Setup")[0]
 
 
 def test_the_first_point_of_a_sweep_is_the_baseline_whenever_it_ran(tmp_path: Path, say: Say) -> None:
@@ -227,15 +227,16 @@ def test_the_first_point_of_a_sweep_is_the_baseline_whenever_it_ran(tmp_path: Pa
     assert "Baseline: vllm_v1, the first point of the sweep" in report(tmp_path / "sweep")
 
 
-def test_a_finding_tells_every_metric_and_what_the_correction_took_back() -> None:
+def test_a_table_tells_every_metric_and_what_the_correction_took_back() -> None:
     metrics = (*LATENCY, *RATES)
     away = Estimate(0.1, 0.05, 0.15, 3, "paired t", "log_ratio", p_value=0.04)
-    rows = [Comparison("b", metric, 1.0, away, "inside the noise", 0.2) for metric in metrics[:4]]
+    rows = [Comparison("b", metric, 1.0, away, "undecided", 0.2) for metric in metrics[:4]]
     rows += [Comparison("b", metric, 1.0, away, "higher", 0.01) for metric in metrics[4:6]]
     rows += [Comparison("b", metric, None, None, "unknown") for metric in metrics[6:]]
-    said = finding(f"Against a, {rows[0].arm}", rows, 0.02)
-    assert all(metric.label in said for metric in metrics)
-    assert "Inside the noise: mean TTFT" in said
+    told = ablation_table("", [Arm("a", {}, ()), Arm("b", {}, ())], metrics, rows, 0.02, None)
+    assert told.headers == ("arm", *(metric.label for metric in metrics))
+    told_all = ["undecided (corrected p = 0.2)"] * 4 + ["worse"] * 2 + ["not comparable"] * 3
+    assert [cell.notes[-1] for cell in told.rows[1][1:]] == told_all
 
 
 def test_the_deadlines_that_each_order_meets_are_compared_over_all_and_by_class(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict, mean_t
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.fidelity_findings import not_measured
-from analysis.reports.findings import best_arms
 from analysis.reports.first_screen import answer
 from analysis.reports.keeping_up import Judged, who
 from analysis.reports.parts import ReportInput
@@ -285,8 +284,6 @@ def test_the_answer_begins_with_the_metrics_that_the_question_names(tmp_path: Pa
 
 
 def test_who_is_best_together_is_named_together(tmp_path: Path) -> None:
-    rows = [Comparison(name, LATENCY[0], 1.0, CHANGE, "lower") for name in ("a", "b")]
-    assert best_arms(rows, "base")[0].endswith("is that of a and b.")
     slo, goodput = SLO(ttft_s=0.005), SLO_METRICS[1]
     ran_each(tmp_path, ("vllm_v1", "sarathi", "prefill_first"), num_seeds=2, trace=LIGHT)
     arms = arms_of(tmp_path)

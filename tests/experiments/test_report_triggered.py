@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,6 @@ def test_arms_that_decided_alike_share_a_sentence(tmp_path: Path) -> None:
     small, *large = (f"max num batched tokens {budget}" for budget in (64, 2048, 4096))
     (told,) = answered(said)
     assert told.startswith(f"- On this one trace, {' and '.join(large)} against {small}: better in mean TTFT")
-    assert said.count(f"against {small}, each of {' and '.join(large)} is better in mean TTFT") == 1
 
 
 def test_a_price_that_was_never_paid_is_called_so(tmp_path: Path) -> None:
@@ -73,7 +73,8 @@ def test_a_price_that_was_never_paid_is_called_so(tmp_path: Path) -> None:
     price = "per copied block s"
     same = f"- {price} 0.001 took the same decisions as {price} 1e-06 at every step, in the same time."
     assert answered(said) == [same]
-    assert f"{price} 0.001 shows no difference. Identical: mean TTFT, " in said
+    (row,) = re.findall(rf"^\| {price} 0.001 \| (.*)", said.partition("**Latency**")[2], re.MULTILINE)[:1]
+    assert row.count("<br>identical") == row.count(" | ") > 4
 
 
 def test_routers_that_sent_every_request_alike_are_called_so(tmp_path: Path) -> None:

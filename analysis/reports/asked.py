@@ -77,8 +77,11 @@ def names_arm(arm: str, base: str, question: str) -> bool:
 
 def asks_beside_slo(question: str) -> bool:
     """Whether the question names metrics, and neither goodput nor attainment."""
-    is_beside = any(is_asked(metric, question) for metric in (*LATENCY, *RATES))
-    return is_beside and not _OF_SLO.search(question.casefold())
+    return any(is_asked(metric, question) for metric in (*LATENCY, *RATES)) and not asks_slo(question)
+
+
+def asks_slo(question: str) -> bool:
+    return _OF_SLO.search(question.casefold()) is not None
 
 
 def have_gaps(runs: Sequence[Run]) -> bool:

@@ -4,6 +4,7 @@ the metrics that the question names."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ from analysis import format as fmt
 from analysis.comparison.arms import (
     Arm,
     alike,
-    comparable,
     grouped,
     joined,
     level_groups,
@@ -21,7 +21,6 @@ from analysis.comparison.arms import (
     on_shared_traces,
     repeats,
     replicates,
-    same_prices,
     was_busy,
 )
 from analysis.comparison.compare import (
@@ -31,7 +30,6 @@ from analysis.comparison.compare import (
     SLO_METRICS,
     Comparison,
     Metric,
-    compare,
     mean_over_replicates,
 )
 from analysis.comparison.effects import Compared, Effect, by_factor
@@ -40,25 +38,35 @@ from analysis.comparison.wording import cells_text, change_text, no_more_than, r
 from analysis.load import Run
 from analysis.measures.metrics import SLO
 from analysis.naming import apart, factor_name, level_text
-from analysis.reports.asked import asks_beside_slo, is_asked, values_of
-from analysis.reports.keeping_slo import kept
+from analysis.reports.asked import asks_beside_slo, asks_slo, is_asked, values_of
+from analysis.reports.keeping_slo import best_within, kept, kept_briefly, tells_apart
 from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.trust import shared
 
 MAX_SENTENCES = 5
 _MAX_CLAIMS = 2  # of each kind in a sentence, and metrics that are described by cells
-_MAX_NAMED = 3  # comparisons in one sentence
+_MAX_NAMED = 3  # comparisons in one sentence, and metrics whose effect depends on other factors
 _MAX_BEYOND = 2  # arms that are named as beyond their capacity
 _CLAIMS = ("better", "worse", "longer", "shorter", "higher", "lower")
 
 
-_Said = tuple[bool, float, str]  # whether it is on no metric that the question names, minus the size, the sentence
+_Factors = tuple[str, ...]
+
+
+class _Said(NamedTuple):
+    """A sentence on some factors. is_beside: whether it is on no metric that the question names. rank: minus its size,
+    or infinite."""
+
+    is_beside: bool
+    rank: float
+    about: _Factors
+    text: str
 
 
 class _Subject(NamedTuple):
     """One comparison, such as an arm with the baseline. rows: its metrics, for these arms. hidden: a text on metrics in
     which the size of a factor's effect depends on others. by_cell: effects that differ between cells in claim or sign.
-    average: a prefix for averaged effects. preempting: see `triggered.preempting`."""
+    average: a prefix for averaged effects. preempting: see `triggered.preempting`. about: the factors that differ."""
 
     name: str
     rows: Sequence[Comparison]
@@ -67,6 +75,7 @@ class _Subject(NamedTuple):
     by_cell: Sequence[Effect] = ()
     average: str = ""
     preempting: Sequence[Arm] = ()
+    about: _Factors = ()
 
     @property
     def claims(self) -> list[Comparison]:
@@ -92,42 +101,48 @@ class _Subject(NamedTuple):
 def answer(
     groups: Sequence[Compared], slo: SLO | None, question: str = "", margin: float = 0.02, most: int = MAX_SENTENCES
 ) -> list[str]:
-    """At most `most` sentences: which arms keep the SLO, which serves most within it, then claimed changes, the largest
-    first. The metrics that the question names come first. Without comparisons, a description of the one arm at the
-    first few loads. margin: of the comparisons."""
+    """At most `most` sentences: which arms keep the SLO, if it tells them apart or the question asks for it; which
+    serves most within it; then claimed changes, the largest first. The metrics that the question names come first, and
+    each factor before another load of one. Without comparisons, a description of the one arm at the first few loads.
+    margin: of the comparisons."""
     if serves_nothing([arm for group in groups for arm in group.arms]):
         return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
         return _descriptions(groups, slo, most)
-    share = "" if slo is None else kept(groups, slo, margin)
+    is_told = slo is not None and (asks_slo(question) or tells_apart(groups, slo))
+    share = "" if slo is None else kept(groups, slo, margin) if is_told else kept_briefly(groups, slo)
     of_slo = [f"{_as_sentence(share)}."] if share else []
     changes = _differences(groups, slo, question, margin, most - len(of_slo))
-    return [*changes, *of_slo] if asks_beside_slo(question) else [*of_slo, *changes]
+    return [*of_slo, *changes] if is_told and not asks_beside_slo(question) else [*changes, *of_slo]
 
 
 def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, margin: float, most: int) -> list[str]:
     """At most `most` sentences: the arm that serves most within the SLO, changes whose sign depends on the load, the
     claimed changes, settings that changed no decision, and comparisons without a difference."""
-    changes: dict[tuple[bool, float, str, str], list[str]] = {}  # what is said after their names: arms (factors: "")
-    claimed: dict[tuple[str, str], list[tuple[str, Comparison]]] = {}  # by subject and metric: (conditions, row)
+    changes: dict[tuple[_Said, str], list[str]] = {}  # (what is said after the names, conditions): arms (factors: "")
+    claimed: dict[tuple[str, str, _Factors], list[tuple[str, Comparison]]] = {}  # by subject, metric: (conditions, row)
     quiet: list[tuple[str, _Subject]] = []  # (conditions, what has no difference under them)
     for group in groups:
         for subject in _subjects(group):
             at, arm = ", ".join(conditions(group.load, subject.arms)), subject.name.rpartition(" against ")[0]
             for is_beside, size, text in _changes(subject, question, margin):
-                changes.setdefault((is_beside, -size, at, text.removeprefix(arm)), []).append(arm)
+                one = _Said(is_beside, -size, subject.about, text.removeprefix(arm))
+                changes.setdefault((one, at), []).append(arm)
             for row in subject.claims:
-                claimed.setdefault((subject.average + subject.name, row.metric.label), []).append((at, row))
+                key = subject.average + subject.name, row.metric.label, subject.about
+                claimed.setdefault(key, []).append((at, row))
             if not subject.claims and not subject.by_cell:
                 quiet.append((at, subject))
     ranked = _turning(claimed, question)
-    for (is_beside, size, at, text), arms in changes.items():
+    for (one, at), arms in changes.items():
         who_are = arms[0] if len(arms) == 1 else fmt.names(arms, _MAX_NAMED)
-        ranked.append((is_beside, size, under(at, f"{who_are}{text}")))
-    ranked.sort(key=lambda item: item[:2])
-    best = [] if slo is None else [text for group in groups if (text := _best_within(group, slo, margin))]
-    said = [text for *_, text in ranked]
-    num_first = 0 if asks_beside_slo(question) else max(1, most - 2)
+        ranked.append(one._replace(text=under(at, f"{who_are}{one.text}")))
+    best = [
+        under(", ".join(conditions(group.load, group.arms)), text)
+        for group in groups if slo is not None and (text := best_within(group, slo, margin))
+    ]  # fmt: skip
+    said = _in_order(ranked)
+    num_first = max(1, most - 2) if asks_slo(question) else int(not asks_beside_slo(question))
     said = [*best[:num_first], *said, *best[num_first:]]
     same = _same(groups)
     every = [one for _, one in quiet]
@@ -146,7 +161,18 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
         more = f"{fmt.count(left, 'more difference')} {'is' if left == 1 else 'are'} in the tables."
         told = [*said[:num_told], more] if most > 1 else [f"{said[0].removesuffix('.')}; {more}"]
         return [*told, *same]
-    return [*said, *same, *_quiet(quiet, {subject for subject, _ in claimed}, margin, pooled)[: most - len(said)]]
+    return [*said, *same, *_quiet(quiet, {subject for subject, *_ in claimed}, margin, pooled)[: most - len(said)]]
+
+
+def _in_order(said: Sequence[_Said]) -> list[str]:
+    """The sentences: those on metrics that the question names before others, the first on each factor before the second
+    on any, and the largest changes first."""
+    num: Counter[_Factors] = Counter()
+    placed = []
+    for one in sorted(said, key=lambda one: one[:2]):
+        placed.append((one.is_beside, num[one.about], one.text))
+        num[one.about] += 1
+    return [text for *_, text in sorted(placed, key=lambda one: one[:2])]
 
 
 def _asked_values(groups: Sequence[Compared], question: str, slo: SLO | None) -> str:
@@ -303,19 +329,21 @@ def _same_at(group: Compared) -> list[str]:
     return [fmt.names([level for level, _ in those]) + text for text, those in by_text.items()]
 
 
-def _turning(claimed: Mapping[tuple[str, str], Sequence[tuple[str, Comparison]]], question: str) -> list[_Said]:
+def _turning(
+    claimed: Mapping[tuple[str, str, _Factors], Sequence[tuple[str, Comparison]]], question: str
+) -> list[_Said]:
     """One sentence on a metric that is better at some loads and worse at others: one that the question names, else the
     one with the largest loss. Empty if there is none. claimed: by subject and metric, each with its conditions."""
-    found: list[tuple[bool, float, str]] = []
-    for (subject, label), every in claimed.items():
+    found = []
+    for (subject, label, about), every in claimed.items():
         (at_worst, worst), (at_best, best) = (pick(every, key=lambda one: one[1].gain) for pick in (min, max))
         if worst.gain < 0 < best.gain:
             ends = f"worse ({change_text(worst)}) {at_worst}, and better ({change_text(best)}) {at_best}"
             first, other = (at.partition(", ")[0] for at in (at_worst, at_best))  # see `arms.by_load`
             what = "trace" if first.startswith("at trace = ") and first != other else "load"
             text = f"{_as_sentence(subject)} turns with the {what}: {label} is {ends}."
-            found.append((not is_asked(worst.metric, question), worst.gain, text))
-    return [(is_beside, -math.inf, text) for is_beside, _, text in sorted(found)[:1]]
+            found.append(_Said(not is_asked(worst.metric, question), worst.gain, about, text))
+    return [one._replace(rank=-math.inf) for one in sorted(found)[:1]]
 
 
 _TOO_NARROW = (
@@ -374,20 +402,19 @@ def _subjects(group: Compared) -> list[_Subject]:
         by_cell = [effect for effect in effects if effect.is_uneven]
         even = [effect for effect in effects if effect not in by_cell]
         sizes = [effect.comparison.metric.label for effect in even if effect.interaction is not None]
-        hidden = f" (in {fmt.listing(sizes)} the effect depends on the other factors)" if sizes else ""
+        hidden = f" (in {fmt.listing(sizes, _MAX_NAMED)} the effect depends on the other factors)" if sizes else ""
         rows = [effect.comparison for effect in even]
         compared = {name for effect in effects for pair in effect.pairs for name in pair}
         arms = [arm for arm in group.arms if first[arm.name] in compared]
-        which = preempting(group.arms, [step.factor])
-        found.append(
-            _Subject(step_text(step), rows, arms, hidden, by_cell, "on average over the other factors, ", which)
-        )
+        which, average = preempting(group.arms, [step.factor]), "on average over the other factors, "
+        found.append(_Subject(step_text(step), rows, arms, hidden, by_cell, average, which, (step.factor,)))
     known = {row.metric.label for one in found for row in (*one.claims, *(e.comparison for e in one.by_cell))}
     rows = [row for row in group.rows if not group.effects or (row.is_claim and row.metric.label not in known)]
     for name, mine in grouped((row for row in rows if first.get(row.arm) != base.name), lambda row: row.arm).items():
         both = [base, *(arm for arm in group.arms if arm.name == name)]
-        keys = [key for factor in level_groups(both) for key in factor]
-        found.append(_Subject(_against(name, base.name), mine, both, preempting=preempting(both, keys)))
+        factors = level_groups(both)
+        which, about = preempting(both, [key for keys in factors for key in keys]), tuple(keys[0] for keys in factors)
+        found.append(_Subject(_against(name, base.name), mine, both, preempting=which, about=about))
     return found
 
 
@@ -417,27 +444,3 @@ def told_of(rows: Sequence[Comparison], question: str, margin: float) -> str:
     if open_ := [f"{row.metric.label} ({change_text(row)})" for row in asked if row.verdict == "undecided"]:
         parts.append(f"undecided in {fmt.listing(open_)}")
     return "; ".join(parts)
-
-
-def _best_within(group: Compared, slo: SLO, margin: float) -> str:
-    """A sentence on the arm with the highest goodput over the replicates that all arms have, and on arms that cannot be
-    distinguished from it. "" if no arm has more than the baseline beyond the noise. Arms of another cost model than the
-    baseline's are left out."""
-    share, goodput = SLO_METRICS
-    base, rows = group.arms[0], [row for row in group.rows if row.metric is goodput and not row.is_of_prices]
-    better = [row for row in rows if row.verdict == "higher"]
-    arms = on_shared_traces([arm for arm in group.arms if same_prices(arm, base)])
-    of_arm = {arm.name: mean_over_replicates(arm, goodput, slo) or 0.0 for arm in arms}
-    best = max(arms, key=lambda arm: of_arm[arm.name])
-    if not better or best.name == base.name:
-        return ""
-    told = [
-        f"{goodput.write(of_arm[arm.name])} ({share.write(mean_over_replicates(arm, share, slo))} of its requests)"
-        for arm in (best, arms[0])
-    ]
-    others = [arm for arm in arms if arm is not best]
-    rows = compare([best, *comparable(others, best)], best, [goodput], margin, slo)
-    near = [row.arm for row in rows if row.verdict not in ("lower", "higher")]
-    also = f"; {fmt.names(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
-    text = f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}"
-    return under(", ".join(conditions(group.load, group.arms)), text)

@@ -1,4 +1,4 @@
-"""The part of a report's answer that says which arms keep the SLO, and how certain that is."""
+"""The parts of a report's answer that say which arms keep the SLO, how certain that is, and which serves most in it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,38 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, grouped, replicates
-from analysis.comparison.compare import SLO_METRICS, mean_over_replicates
+from analysis.comparison.arms import Arm, comparable, grouped, on_shared_traces, replicates, same_prices
+from analysis.comparison.compare import SLO_METRICS, compare, mean_over_replicates
 from analysis.comparison.effects import Compared
 from analysis.comparison.wording import no_more_than
 from analysis.measures.metrics import SLO
 
 _MAX_LOADS, _MAX_SHARES = 4, 4  # loads that differ in it, and shares, for which the attainment is stated
+_WELL = 0.99  # of the requests: an SLO that every arm keeps so often tells no arms apart
 _names = partial(fmt.names, most=4)
+
+
+def tells_apart(groups: Sequence[Compared], slo: SLO) -> bool:
+    """Whether the arms differ in attainment or goodput by more than the noise, unless all of them keep the SLO well."""
+    rows = [row for group in groups for row in (*group.rows, *(effect.comparison for effect in group.effects))]
+    is_claimed = any(row.metric in SLO_METRICS and (row.is_claim or row.is_alike) for row in rows)
+    return is_claimed and min(_shares(groups, slo), default=1.0) < _WELL
+
+
+def kept_briefly(groups: Sequence[Compared], slo: SLO) -> str:
+    """The least and the most attainment of any arm, where they are not to be told apart by it; empty if none is
+    known."""
+    shares, write = sorted(_shares(groups, slo)), SLO_METRICS[0].write
+    if not shares:
+        return ""
+    span = " to ".join(dict.fromkeys((write(shares[0]), write(shares[-1]))))
+    claim = ", with no claim of a difference" if shares[0] < _WELL else ""
+    return f"every arm keeps the SLO for {span} of the requests{claim}"
+
+
+def _shares(groups: Sequence[Compared], slo: SLO) -> list[float]:
+    known = (mean_over_replicates(arm, SLO_METRICS[0], slo) for group in groups for arm in group.arms)
+    return [share for share in known if share is not None]
 
 
 def kept(groups: Sequence[Compared], slo: SLO, margin: float) -> str:
@@ -81,3 +105,26 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], margin: fl
         of = "" if untested == away else f" of {_names(untested)}"
         said.append(f"no interval of the difference{of} is known")
     return f" ({'; '.join(said)})" if said else ""
+
+
+def best_within(group: Compared, slo: SLO, margin: float) -> str:
+    """A clause on the arm with the highest goodput over the replicates that all arms have, and on arms that cannot be
+    distinguished from it. "" if no arm has more than the baseline beyond the noise. Arms of another cost model than the
+    baseline's are left out."""
+    share, goodput = SLO_METRICS
+    base, rows = group.arms[0], [row for row in group.rows if row.metric is goodput and not row.is_of_prices]
+    better = [row for row in rows if row.verdict == "higher"]
+    arms = on_shared_traces([arm for arm in group.arms if same_prices(arm, base)])
+    of_arm = {arm.name: mean_over_replicates(arm, goodput, slo) or 0.0 for arm in arms}
+    best = max(arms, key=lambda arm: of_arm[arm.name])
+    if not better or best.name == base.name:
+        return ""
+    told = [
+        f"{goodput.write(of_arm[arm.name])} ({share.write(mean_over_replicates(arm, share, slo))} of its requests)"
+        for arm in (best, arms[0])
+    ]
+    others = [arm for arm in arms if arm is not best]
+    rows = compare([best, *comparable(others, best)], best, [goodput], margin, slo)
+    near = [row.arm for row in rows if row.verdict not in ("lower", "higher")]
+    also = f"; {fmt.names(near)} {'is' if len(near) == 1 else 'are'} not told apart from it" if near else ""
+    return f"{best.name} serves most within the SLO: {told[0]}, {base.name} {told[1]}{also}"

@@ -292,7 +292,7 @@ def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> 
     cases: tuple[tuple[Verdict, bool], ...] = (("higher", True), ("inside the noise", False))
     for verdict, is_named in cases:
         rows = [Comparison(arms[1].name, goodput, 4.0, change, verdict)]
-        said = answer([Compared("", arms, rows, ())], slo)
+        said = answer([Compared("", arms, rows, ())], slo, "Which keeps the SLO?")
         assert any("serves most within the SLO" in text for text in said) is is_named
         assert "the SLO" in said[0], "whether it is kept comes first"
         assert len(said) <= MAX_SENTENCES
@@ -303,7 +303,7 @@ def test_the_most_goodput_at_each_load_is_told_or_counted_however_few_sentences_
     rows = [Comparison(arms[1].name, SLO_METRICS[1], 4.0, change, "higher"), row("b", 0, 0.1)]
     groups = [Compared(f"{rate} requests/s", arms, rows, ()) for rate in (1, 2, 3)]
     for most, num_left in ((5, 5), (4, 6), (3, 7)):  # of three on goodput and six on arms
-        _, first, *_, left = answer(groups, SLO(ttft_s=0.01), most=most + 1)
+        _, first, *_, left = answer(groups, SLO(ttft_s=0.01), "What goodput?", most=most + 1)
         assert "serves most within the SLO" in first
         assert left.startswith(f"{num_left} more differences"), left
 
@@ -313,7 +313,7 @@ def test_whether_the_slo_is_kept_is_said_first(arms: list[Arm]) -> None:
     rows = [row(names[1], index, 0.3) for index in range(6)]
 
     def first(slo: SLO, load: str = "", arms: list[Arm] = arms) -> str:
-        said = answer([Compared(load, arms, rows, ())], slo)
+        said = answer([Compared(load, arms, rows, ())], slo, "Which keeps the SLO?")
         assert len(said) == 2
         return said[0].replace("\u00a0", " ")
 
@@ -334,7 +334,7 @@ def test_the_attainment_of_many_arms_names_the_first(arms: list[Arm]) -> None:
     other = replace(arms[1], name="other", runs=arms[1].runs[1:2])
     many = [*(replace(arms[0], name=f"arm {num}") for num in range(9)), other]
     slo = SLO(ttft_s=0.05, tpot_s=0.02)
-    first, *_ = answer([Compared("", many, [row("other", 0, 0.3)], ())], slo)
+    first, *_ = answer([Compared("", many, [row("other", 0, 0.3)], ())], slo, "Which keeps the SLO?")
     assert "arm 0, arm 1, arm 2, arm 3 and 5 more" in first
     assert "arm 4" not in first
 
@@ -342,13 +342,13 @@ def test_the_attainment_of_many_arms_names_the_first(arms: list[Arm]) -> None:
 def test_attainment_is_told_of_few_loads_and_arms(arms: list[Arm]) -> None:
     some = [[replace(arm, runs=arm.runs[:num]) for arm in arms] for num in range(1, 6)]  # means over as many replicates
     groups = [Compared(f"{rate} requests/s", few, [row(arms[1].name, 0, 0.3)], ()) for rate, few in enumerate(some)]
-    said = answer(groups, SLO(ttft_s=1e6))
+    said = answer(groups, SLO(ttft_s=1e6), "Which keeps the SLO?")
     assert len(said) == MAX_SENTENCES
     assert said[0].count("100") == 4
     assert said[0].endswith("; 1 more load is in the tables.")
     alike = [Compared(f"{rate} requests/s", arms, groups[0].rows, ()) for rate in range(6)]
     text = f"{arms[0].name} and {arms[1].name} both keep the SLO for 100\u00a0% of the requests"
-    first, *_ = answer(alike, SLO(ttft_s=1e6))
+    first, *_ = answer(alike, SLO(ttft_s=1e6), "Which keeps the SLO?")
     assert first.startswith("At 0 requests/s, 1 requests/s, 2 requests/s, ")
     assert first.endswith(f" and 5 requests/s, {text} in the mean over 5 replicates.")
 

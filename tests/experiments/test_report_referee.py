@@ -59,7 +59,7 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
     )
     for first, second, words in cases:
         rows = [Comparison(name, share, 0.5, CHANGE, said) for name, said in ((one, first), (other, second))]
-        (told, *_) = answer([Compared("", arms, rows, ())], slo)
+        (told, *_) = answer([Compared("", arms, rows, ())], slo, "Which keeps the SLO?")
         assert told.endswith(f"{words}.") if words else not told.endswith(")."), told
 
 
@@ -288,7 +288,7 @@ def test_who_is_best_together_is_named_together(tmp_path: Path) -> None:
     ran_each(tmp_path, ("vllm_v1", "sarathi", "prefill_first"), num_seeds=2, trace=LIGHT)
     arms = arms_of(tmp_path)
     rows = [Comparison(arm.name, goodput, 9.0 - place, CHANGE, "higher") for place, arm in enumerate(arms[1:])]
-    said = answer([Compared("", arms, rows, ())], slo)
+    said = answer([Compared("", arms, rows, ())], slo, "Which keeps the SLO?")
     best = max(arms, key=lambda arm: mean_over_replicates(arm, goodput, slo) or 0.0)
     first, second = (arm.name for arm in arms if arm is not best)
     assert said[1].startswith(f"{best.name} serves most within the SLO"), "of all, the baseline too"

@@ -1,0 +1,56 @@
+"""What the few sentences of an answer are spent on: claims, and each factor of a design before a second load of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from analysis import format as fmt
+from analysis.comparison.arms import Arm, infer_arms
+from analysis.comparison.compare import SLO_METRICS, Comparison, mean_over_replicates
+from analysis.comparison.effects import Compared, Effect
+from analysis.load import load_run
+from analysis.measures.metrics import SLO
+from analysis.measures.statistics import Estimate, Verdict
+from analysis.reports.first_screen import answer
+from tests.analysis.runs import write_runs
+from tests.analysis.test_first_screen import BASE, row
+
+
+@pytest.fixture
+def arms(tmp_path: Path) -> list[Arm]:
+    return infer_arms([*map(load_run, write_runs(tmp_path, chunked=[False, True], seed=[0, 1], num_requests=30))])
+
+
+def test_what_the_question_does_not_ask_and_no_claim_tells_apart_is_one_short_sentence_at_the_end(
+    arms: list[Arm],
+) -> None:
+    share = Estimate(-0.2, -0.3, -0.1, 5, "paired t", "difference")
+    for limit_s, verdict, is_first in ((0.03, "lower", True), (0.03, "inside the noise", False), (1e6, "lower", False)):
+        rows = [row(arms[1].name, 0, 0.3), Comparison(arms[1].name, SLO_METRICS[0], 0.5, share, cast(Verdict, verdict))]
+        groups, slo = [Compared("", arms, rows, ())], SLO(ttft_s=limit_s)
+        first, *others = answer(groups, slo)
+        assert (" keeps the SLO for " in first) is is_first
+        if not is_first:
+            shares = sorted({fmt.share(mean_over_replicates(arm, SLO_METRICS[0], slo)) for arm in arms})
+            claim = ", with no claim of a difference" * (limit_s < 1)
+            assert others[-1] == f"Every arm keeps the SLO for {' to '.join(shares)} of the requests{claim}."
+
+
+def test_every_factor_has_a_sentence_before_a_second_one_on_another() -> None:
+    """A question of three factors is not answered by two loads of one."""
+
+    def at(load: str, *sizes: float) -> Compared:
+        effects = [
+            Effect(f"x.{name}", 0, 1, row("1", index, size), (("base", name),), None)
+            for index, (name, size) in enumerate(zip("abc", sizes, strict=True))
+        ]
+        return Compared(load, BASE, [row("z", 0, 0.1, claimed=False)], effects)
+
+    groups = [at("9 requests/s", 0.9, 0.3, 0.1), at("20 requests/s", 0.8, 0.4, 0.2)]
+    said = [text.rpartition("other factors, ")[2][:1] for text in answer(groups, None)[:4]]
+    assert said == ["a", "b", "c", "a"]
+    said = [text.rpartition("other factors, ")[2][:1] for text in answer(groups, None, "mean TPOT?")[:4]]
+    assert said == ["c", "c", "a", "b"], "the metric that the question names is that of c"

@@ -11,7 +11,7 @@ from analysis.explain.request import CAUSES, REASONS, SENT_FIRST, SENT_LAST, beh
 from analysis.format import count, listing, seconds, share
 from analysis.load import Run
 
-WORST = 3
+WORST, FEW = 10, 3  # requests of a list
 _NAMED = 5
 
 
@@ -117,17 +117,17 @@ def _longest_chain(preemptions: pd.DataFrame) -> list[str]:
 
 
 def _worst(requests: pd.DataFrame) -> list[str]:
-    """The worst requests by each of three measures, unless all of them are among those named before."""
+    """The few worst requests by E2E and by TTFT, and the ten worst by waiting; no list if the ones before have all."""
     per_token = requests["wait_ns"] / 1e9 / requests["num_output_tokens"].clip(lower=1)
     ranks = (
-        ("E2E", requests["e2e_s"], SENT_LAST, "ended by stop or length"),
-        ("TTFT", requests["ttft_s"], SENT_FIRST, "got a token"),
-        ("waiting per output token", per_token, None, ""),
+        ("E2E", requests["e2e_s"], FEW, SENT_LAST, "ended by stop or length"),
+        ("TTFT", requests["ttft_s"], FEW, SENT_FIRST, "got a token"),
+        ("waiting per output token", per_token, WORST, None, ""),
     )
     lines: list[str] = []
     named: set[object] = set()
-    for title, values, sent, which in ranks:
-        worst = values[values > 0].sort_values(ascending=False, kind="stable").head(WORST)
+    for title, values, most, sent, which in ranks:
+        worst = values[values > 0].sort_values(ascending=False, kind="stable").head(most)
         if named >= {*worst.index}:
             continue  # the same requests again
         named |= {*worst.index}

@@ -305,6 +305,8 @@ def test_the_demo_makes_its_report(tmp_path: Path, say: Say, monkeypatch: pytest
     said = say("demo", "--quick", "--out", str(tmp_path / "demo")).success()
     text = (tmp_path / "demo" / "report.html").read_text()
     assert str(tmp_path / "demo" / "report.html") in said
+    first, real, last = (said.index(f"\n{word}") for word in ("report ", "replaying ", "checked "))
+    assert first < real < last < said.rindex("\nreport "), "a page without the real engine comes first"
     assert "replayed    The machine was too noisy.\n" in said
     decisions = re.search(r"Every decision of 4 real runs replayed through the simulator: identical, \d+ steps", said)
     assert decisions

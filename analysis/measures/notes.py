@@ -59,8 +59,8 @@ def told(notes: Iterable[tuple[str, Note]]) -> list[Told]:
 
 
 def price_notes(manifest: Mapping[str, Any]) -> list[Note]:
-    """The notes on a run's simulated step times, of which some are outside of a profile or filled in, and on a KV pool
-    that the GPU could not hold."""
+    """The notes on a run's simulated step times, of which some are outside of a profile, filled in or never compared,
+    and on a KV pool that the GPU could not hold."""
     return [_in_manifest(text, manifest) for text in manifest.get("cost_notes") or ()]
 
 

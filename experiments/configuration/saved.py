@@ -35,6 +35,9 @@ def saved_config(folder: Path) -> dict[str, Any]:
     from analysis.reading.files import read_said  # not at the top: the package imports Arrow, which is slow
 
     raw = read_said(file)
+    device = raw.get("device")
+    if isinstance(device, dict) and "attention_packs_heads" in device:  # of older versions
+        device["mixed_attention"] = "packed" if device["attention_packs_heads"] else "unpacked"
     for key in GONE:
         group, _, name = key.partition(".")
         if isinstance(raw.get(group), dict) and not isinstance(raw[group].get(name), str):

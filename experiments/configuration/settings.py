@@ -15,6 +15,7 @@ FORCED = ("tokens", "lengths", "nothing")  # what a replay forces: the recorded 
 GONE = {  # removed keys, and why they are no longer needed
     "backend.fast_forward": "is gone: every step is planned by itself, and as fast in the compiled core",
     "cost.profile": "is gone: `testbed calibrate fit <profile>.parquet --out <fit>.json` makes what cost.path takes",
+    "device.attention_packs_heads": "is gone: device.mixed_attention=packed says true, unpacked false",
     "device.path": "is gone: a device of your own is my_conf/device/mine.yaml, as --config-dir=my_conf device=mine",
 }
 

@@ -14,6 +14,7 @@ from experiments.configuration.own_class import has_method, instantiate
 from experiments.fits import fit_of
 from experiments.tables.devices import device_spec
 from experiments.wiring.foreign import failures_named
+from sim.cost.attention import MixedWatch
 from sim.cost.base import CostModel, Itemised, priced
 from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.cost.calibration_file import load_calibration
@@ -39,7 +40,7 @@ from testbed.specs.quantization import fp8_scheme
 MEASURED_FIELDS = (  # device fields whose change does not affect operators that were measured
     "memory_bytes_per_s", "cache_bytes", "flops_per_s", "interconnect", "interconnect_bytes_per_s",
     "interconnect_efficiency", "interconnect_latency_ns", "compute_efficiency", "memory_efficiency",
-    "attention_efficiency", "num_sms", "attention_tile_rows", "attention_tile_keys", "attention_packs_heads",
+    "attention_efficiency", "num_sms", "attention_tile_rows", "attention_tile_keys", "mixed_attention",
     "attention_floor_ns", "decode_attention_floor_ns", "gemm_tile_rows", "gemm_floor_ns", "kernel_floor_ns",
 )  # fmt: skip
 _OF_RANKS = (
@@ -111,11 +112,12 @@ def _own(config: RunConfig, node: dict[str, Any]) -> CostModel:
     return cast(CostModel, model)
 
 
-def watches_of(cost: CostModel | None) -> list[RangeWatch | OriginWatch]:
+def watches_of(cost: CostModel | None) -> list[RangeWatch | OriginWatch | MixedWatch]:
     """Returns recorders that count the steps whose times rest on no measurement: of the cost model, or of those of ours
     that a user's own one has in its attributes."""
-    held = vars(cost).values() if hasattr(cost, "__dict__") else ()
-    return [one.watch() for one in (cost, *held) if isinstance(one, CalibratedCost | TablesCost)]
+    held = (cost, *(vars(cost).values() if hasattr(cost, "__dict__") else ()))
+    unchecked = [MixedWatch(one.unchecked) for one in held if isinstance(one, RooflineCost) and one.unchecked]
+    return [*(one.watch() for one in held if isinstance(one, CalibratedCost | TablesCost)), *unchecked]
 
 
 def itemise(cost: CostModel | None) -> Itemise | None:
@@ -225,7 +227,7 @@ def _tables(config: RunConfig, options: TablesConfig) -> TablesCost:
     source = _Source(file, modified_ns, options.engine, options.version)
     shape = config.tensor_parallel_size, config.cache.kv_dtype, config.sliding_window
     device = replace(config.device, kernel_factor=1.0)  # the factor is applied to step times, not to measurements
-    measured = _measured(source, config.model, device, *shape)
+    measured = _measured(source, config.model, device, *shape, options.mixed_attention)
     return _roofline(partial(TablesCost, measured=measured), config, options)
 
 
@@ -240,8 +242,9 @@ class _Source(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _measured(
-    source: _Source, model: ModelSpec, device: DeviceSpec, size: int, kv_dtype: str | None, window: int | None
-) -> Measured:
+    source: _Source, model: ModelSpec, device: DeviceSpec, size: int, kv_dtype: str | None, window: int | None,
+    mixed_attention: str | None,
+) -> Measured:  # fmt: skip
     """Looks up measured operators, once for all points of a sweep, as policies do not change operators."""
     from sim.cost.measured import measure
 
@@ -260,7 +263,8 @@ def _measured(
 
     def make(of: ModelSpec, ranks: int) -> RooflineCost:
         layout = KVLayout(kv_dtype=kv_dtype, sliding_window=window)
-        return RooflineCost(of, device, tensor_parallel_size=ranks, kv_layout=layout)
+        options = RooflineConfig(mixed_attention=mixed_attention)
+        return RooflineCost(of, device, options, tensor_parallel_size=ranks, kv_layout=layout)
 
     measured = measure(tables, model, size, kv_dtype, window, make)
     if "interconnect" in unlike_the_library(device, MEASURED_FIELDS):  # another interconnect than the measured one

@@ -6,9 +6,12 @@ iterates over all keys that its last row sees. A tile that is partly masked or n
 
 from __future__ import annotations
 
+from typing import Final
+
 from mypy_extensions import i64
 
 from sim.cost.base import to_ns
+from testbed.core.commands import Recorder, StepView
 from testbed.core.plan import PrefillChunk
 from testbed.specs.device import DeviceSpec
 from testbed.specs.ranges import MAX_SIZE
@@ -17,16 +20,44 @@ from testbed.specs.ranges import MAX_SIZE
 # positions written, and the keys of whole waves (see _whole_waves)
 Tiles = tuple[i64, i64, i64, i64, i64, i64]
 
+CHECKED: Final = {  # device -> its kind of mixed attention whose times were compared with measured ones
+    "h100": "packed", "h200": "packed", "rtx4090": "unpacked", "rtx_pro_6000": "unpacked",
+    "rtx_pro_6000_server": "unpacked",
+}  # fmt: skip
+
+
+class MixedWatch(Recorder):
+    """Counts the steps with prefills and decodes. unchecked: as in RooflineCost."""
+
+    def __init__(self, unchecked: str) -> None:
+        self._unchecked = unchecked
+        self._num_mixed = self._num_steps = 0
+
+    def committed(self, step: StepView) -> None:
+        self._num_steps += 1
+        if step.plan.shape.kind == "mixed":
+            self._num_mixed += 1
+
+    def notes(self) -> list[str]:
+        if not self._num_mixed:
+            return []
+        return [
+            f"mixed steps: {self._num_mixed:,} of {self._num_steps:,} steps have decodes beside prompts, with "
+            f"attention priced as {self._unchecked}, which nobody compared with an engine; it can decide between whole "
+            "and chunked prompts: compare cost.mixed_attention=packed, unpacked and split"
+        ]
+
 
 class MixedAttention:
     """The attention kernels of all `layers` of one rank with `num_heads` query heads, of which each `group` reads the
-    same K and V. ns_per_pair: of a (query, key) pair; kv_ns_per_token, qo_ns_per_token: of one position's traffic."""
+    same K and V. packs_heads: such a group shares its tiles. ns_per_pair: of a (query, key) pair; kv_ns_per_token,
+    qo_ns_per_token: of one position's traffic."""
 
     def __init__(
-        self, device: DeviceSpec, layers: int, num_heads: int, group: int, window: int | None, *, ns_per_pair: float,
-        kv_ns_per_token: float, qo_ns_per_token: float,
+        self, device: DeviceSpec, layers: int, num_heads: int, group: int, window: int | None, *, packs_heads: bool,
+        ns_per_pair: float, kv_ns_per_token: float, qo_ns_per_token: float,
     ) -> None:  # fmt: skip
-        packed = group if device.attention_packs_heads else 1
+        packed = group if packs_heads else 1
         rows = max(device.attention_tile_rows, packed)
         self._num_sms: i64 = device.num_sms
         self._tokens_per_tile: i64 = rows // packed

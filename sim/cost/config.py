@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from testbed.checks import choose, require, require_whole
 from testbed.errors import ConfigError
+from testbed.specs.device import MIXED_ATTENTION
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
 LOGITS = ("all_gather", "gather")
@@ -20,6 +21,7 @@ class RooflineConfig:
     logits: with several ranks, either every rank gets all logits and samples (all_gather, as vLLM V1), or rank 0
     samples and broadcasts the tokens (gather, as vLLM V0 and nano-vllm). filtering: how `sampling.top_k` and `top_p`
     are applied: by a sort of the whole vocabulary (vLLM before 0.21) or by kernels without a sort (FlashInfer's).
+    mixed_attention: of the attention library, as in DeviceSpec; None: the device's.
     """
 
     cuda_graphs: bool = True  # steps replay a captured graph, padded to its size; larger steps run eagerly
@@ -29,6 +31,7 @@ class RooflineConfig:
     kernel_launch_ns: int = 5_000  # host time of an eager launch, counted if the device waits for it; an estimate
     logits: str = "all_gather"
     filtering: str = "select"
+    mixed_attention: str | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -40,6 +43,8 @@ class RooflineConfig:
             require_whole(f"cost.{name}", getattr(self, name), least, most)
         choose("cost.logits", self.logits, LOGITS)
         choose("cost.filtering", self.filtering, FILTERING)
+        if self.mixed_attention is not None:
+            choose("cost.mixed_attention", self.mixed_attention, MIXED_ATTENTION)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@
 The floor is the time of a kernel in a chain of kernels in addition to its work. Weights are read once a step, attention
 reads the exact context of each row, GQA shares K and V between heads. A layer's small kernels (norms, rotary embedding,
 KV store, activation) are bound by memory; they are one operator here. A step with prefills has one attention kernel
-over chunks and decodes; its arithmetic is counted in whole tiles of query rows, and in whole waves of tiles over the
-multiprocessors. Not modelled: how well a given kernel fills a device at a given shape. The efficiencies approximate
-that; `tables` and `calibrated` measure it. docs/cost-models.md derives the formulas;
-tests/cost/test_roofline_sums.py counts the same work row by row.
+over chunks and decodes, or one for each, as the library has it; the arithmetic of one with chunks is counted in whole
+tiles of query rows, and in whole waves of tiles over the multiprocessors. Not modelled: how well a given kernel fills a
+device at a given shape. The efficiencies approximate that; `tables` and `calibrated` measure it. docs/cost-models.md
+derives the formulas; tests/cost/test_roofline_sums.py counts the same work row by row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from sim.cost.attention import MixedAttention
+from sim.cost.attention import CHECKED, MixedAttention, Tiles
 from sim.cost.base import Captured, to_ns
 from sim.cost.collectives import collectives_of
 from sim.cost.config import RooflineConfig
@@ -85,9 +85,15 @@ class RooflineCost:
         self._attention_ns_per_pair = layers * 4 * self._q_size * 1e9 / (rate * device.attention_efficiency)
         self._decode_attention_floor_ns = slow * layers * device.decode_attention_floor_ns
         num_heads, group = self._q_size // model.head_dim, max(1, self._q_size // self._kv_size)
+        kernel = self.config.mixed_attention or device.mixed_attention
+        self._splits = kernel == "split"  # then its kernel for prefills is as the device's
+        is_checked = device.kind == "cpu" or CHECKED.get(device.name) == kernel
+        self.unchecked = "" if is_checked else f"{kernel} on {device.name}"  # of mixed steps
         self._mixed = MixedAttention(
-            device, layers, num_heads, group, layout.sliding_window, ns_per_pair=self._attention_ns_per_pair,
-            kv_ns_per_token=self._kv_ns_per_token, qo_ns_per_token=self._qo_ns_per_token,
+            device, layers, num_heads, group, layout.sliding_window,
+            packs_heads=(device.mixed_attention if self._splits else kernel) == "packed",
+            ns_per_pair=self._attention_ns_per_pair, kv_ns_per_token=self._kv_ns_per_token,
+            qo_ns_per_token=self._qo_ns_per_token,
         )  # fmt: skip
         self._small_kernels = self._elements_of_small_kernels()
         self._cached_bytes = device.cache_bytes // 4  # as the measured tables of activations of two devices show
@@ -165,7 +171,7 @@ class RooflineCost:
         captured = self._captured.rows(shape.num_tokens, num_decodes + len(prefills))
         rows = captured or shape.num_tokens
         operators = self._dense_parts(rows) | self._expert_parts(shape.num_tokens, rows)
-        if prefills:  # one kernel: the time that the decodes add to it is attention_decode
+        if prefills:  # the time that the decodes add is attention_decode
             prefill_ns = self._mixed_attention_ns(0, 0, 0, prefills)
             both_ns = self._mixed_attention_ns(num_decodes, context, shape.longest_decode_context, prefills)
             operators |= {"attention_decode": both_ns - prefill_ns, "attention_prefill": prefill_ns}
@@ -297,8 +303,13 @@ class RooflineCost:
     def _mixed_attention_ns(
         self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
     ) -> int:
-        """Returns the ns of one kernel over chunks and decodes."""
-        return self._mixed.ns(self._mixed.tiles_of(prefills), num_decodes, context, longest)
+        """Returns the ns of one kernel over chunks and decodes, or of one for each."""
+        return self._attention_of(self._mixed.tiles_of(prefills), num_decodes, context, longest)
+
+    def _attention_of(self, tiles: Tiles, num_decodes: int, context: int, longest: int) -> int:
+        if self._splits:
+            return self._mixed.ns(tiles, 0, 0, 0) + self._decode_attention_ns(num_decodes, context)
+        return self._mixed.ns(tiles, num_decodes, context, longest)
 
     def _swap_ns(self, num_out: int, num_in: int) -> int:
         """Returns the ns of both directions, one after the other, each with the link's latency once. Every rank moves

@@ -107,7 +107,9 @@ class TablesCost(RooflineCost):
         super().__init__(
             model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout, sampling=sampling
         )
-        self.measured = measured
+        self.measured = measured.replace(mixed=None) if self._splits else measured  # that table is of one kernel
+        if self.measured.mixed is not None:
+            self.unchecked = ""
         self._factor = device.kernel_factor
         self._collectives = MeasuredCollectives(self._collectives, measured)
         self._decodes: dict[int, Grid] = {}  # sequences -> ns over the sum of their contexts
@@ -139,8 +141,8 @@ class TablesCost(RooflineCost):
         largest = max(shape.prefills, key=lambda chunk: chunk.num_tokens * (chunk.start + chunk.num_tokens))
         found = {"attention_prefill": _origin(measured.prefill, (largest.num_tokens, largest.start))}
         if num:
-            beside = _origin(measured.mixed, (shape.num_prefill_tokens, largest.start, num, each))
-            found["attention_decode"] = beside
+            mixed = _origin(measured.mixed, (shape.num_prefill_tokens, largest.start, num, each))
+            found["attention_decode"] = _origin(measured.decode, (num, each)) if self._splits else mixed
         return found
 
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
@@ -182,7 +184,7 @@ class TablesCost(RooflineCost):
         self, num_decodes: int, context: int, longest: int, prefills: tuple[PrefillChunk, ...]
     ) -> int:
         measured, tiles = self.measured, self._mixed.tiles_of(prefills)
-        whole_ns = self._mixed.ns(tiles, num_decodes, context, longest)
+        whole_ns = self._attention_of(tiles, num_decodes, context, longest)
         if measured.prefill is None:
             return whole_ns
         alone_ns = whole_ns if num_decodes == 0 else self._mixed.ns(tiles, 0, 0, 0)

@@ -12,12 +12,13 @@ from testbed.specs.ranges import MAX_PART_NS, Expected
 
 DEVICE_KINDS = ("cuda", "cpu")
 INTERCONNECTS = ("nvlink", "pcie_p2p", "pcie_host")
+MIXED_ATTENTION = ("packed", "unpacked", "split")
 
 _Name = Annotated[str, Expected("a name", lambda value: isinstance(value, str) and bool(value))]
 _Text = Annotated[str, Expected("a string", lambda value: isinstance(value, str))]
-_Flag = Annotated[bool, Expected("true or false", lambda value: isinstance(value, bool))]
 _Kind = Annotated[str, Expected("one of " + ", ".join(DEVICE_KINDS), lambda value: value in DEVICE_KINDS)]
 _Interconnect = Annotated[str, Expected("one of " + ", ".join(INTERCONNECTS), lambda value: value in INTERCONNECTS)]
+_Mixed = Annotated[str, Expected("one of " + ", ".join(MIXED_ATTENTION), lambda value: value in MIXED_ATTENTION)]
 _RATE = number(1, 1e30)  # per second: a quotient by it stays finite
 _Rate = Annotated[float, Expected("a number from 1 to 1e30", _RATE)]
 _RateOr0 = Annotated[
@@ -37,8 +38,10 @@ class DeviceSpec:
     """An accelerator (or a CPU) by its data sheet: dense rates without sparsity, in SI units.
 
     An attention kernel over prompts assigns each tile of query rows of one head to one multiprocessor, which iterates
-    over the keys. A tile that is not full takes as long as a full one; a decode in a step with prefills is such a tile.
-    A kernel that packs heads (FlashAttention-3) puts the rows of all heads that share K and V into one tile.
+    over the keys. A tile that is not full takes as long as a full one; a decode in a kernel with prefills is such a
+    tile. mixed_attention: of steps with prefills and decodes in the engine's usual library on this device. One kernel,
+    with the rows of all heads that share K and V in one tile (packed: FlashAttention 3), or with tiles of each head
+    (unpacked: FlashAttention 2); or a kernel for the prefills and one for the decodes (split: FlashInfer).
     """
 
     name: _Name
@@ -60,7 +63,7 @@ class DeviceSpec:
     num_sms: _Count = 1  # multiprocessors
     attention_tile_rows: _Count = 1  # query rows of a tile
     attention_tile_keys: _CountOr0 = 0  # time to begin and end a tile, as a number of keys
-    attention_packs_heads: _Flag = True  # else each of the heads that share K and V has tiles of its own
+    mixed_attention: _Mixed = "packed"  # packed, unpacked, split
     attention_floor_ns: _Ns = 0  # time of an attention kernel over prompts in addition to its work
     decode_attention_floor_ns: _Ns = 0  # the same for a kernel over decodes only, whose keys are split and merged
     gemm_tile_rows: _Count = 1  # rows of a GEMM are computed in multiples of this

@@ -15,7 +15,7 @@ from sim.cost.roofline import KVLayout, RooflineCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError
-from testbed.specs.device import DEVICE_FIELDS, INTERCONNECTS, DeviceSpec
+from testbed.specs.device import DEVICE_FIELDS, INTERCONNECTS, MIXED_ATTENTION, DeviceSpec
 from testbed.specs.model import ModelSpec
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 from tests.cost.shapes import decode, prefill, shapes
@@ -248,7 +248,8 @@ def counted_ns(chunks, decodes, device, packs, heads=16, kv_heads=8):
      ([(3000, 20)], []), ([(3000, 20), (2990, 9)], [2000] * 3)],
 )  # fmt: skip
 def test_attention_of_prompts_is_counted_in_tiles_and_waves(chunks, decodes, num_sms, keys, packs):
-    device = replace(TILED, num_sms=num_sms, attention_tile_keys=keys, attention_packs_heads=packs)
+    kind = "packed" if packs else "unpacked"
+    device = replace(TILED, num_sms=num_sms, attention_tile_keys=keys, mixed_attention=kind)
     shape = BatchShape(len(decodes), sum(decodes), tuple(PrefillChunk(*chunk) for chunk in chunks), 1)
     parts = parts_of(shape, device=device)
     found = parts["attention_prefill"] + parts["attention_decode"]
@@ -262,7 +263,7 @@ def test_nothing_beside_a_prompt_makes_a_step_cheaper(data):
         "attention_floor_ns": (0, 9000), "gemm_tile_rows": (1, 128),
     }  # fmt: skip
     values = {name: data.draw(st.integers(*bounds)) for name, bounds in numbers.items()}
-    device = replace(DEVICE, **values, attention_packs_heads=data.draw(st.booleans()))
+    device = replace(DEVICE, **values, mixed_attention=data.draw(st.sampled_from(MIXED_ATTENTION)))
     window = data.draw(st.none() | st.integers(1, 5000))
     cost = RooflineCost(MODEL, device, kv_layout=KVLayout(sliding_window=window))
     most = 20_000 if window is None else window
@@ -303,7 +304,7 @@ def test_a_window_never_makes_more_before_a_prompt_cheaper(window, length):
 
 
 def test_a_windows_last_tile_sees_what_its_own_tokens_see():
-    device = replace(TILED, attention_tile_rows=32, attention_packs_heads=False, num_sms=1)
+    device = replace(TILED, attention_tile_rows=32, mixed_attention="unpacked", num_sms=1)
     cost = RooflineCost(MODEL, device, NO_LAUNCH, kv_layout=KVLayout(sliding_window=512))
     for start, length, keys in ((511, 1, 512), (511, 2, 513), (500, 13, 513), (500, 40, 532 + 519), (0, 64, 32 + 64)):
         expected = 2 * 16 * keys * 4 * 32 * MODEL.head_dim  # layers, heads, keys, rows
@@ -311,7 +312,7 @@ def test_a_windows_last_tile_sees_what_its_own_tokens_see():
 
 
 def test_a_decode_beside_a_prompt_costs_a_tile_and_heads_that_are_not_packed_read_again():
-    device = replace(DEVICE, num_sms=100, attention_tile_rows=64, attention_packs_heads=False)
+    device = replace(DEVICE, num_sms=100, attention_tile_rows=64, mixed_attention="unpacked")
     for num_decodes, least, most in ((64, 1.2, 3), (200, 1.9, 3)):
         alone = RooflineCost(MODEL, device).breakdown(decode(num_decodes, 4000))["attention_decode"]
         beside = BatchShape(num_decodes, num_decodes * 4000, (PrefillChunk(0, 16),), num_decodes)
@@ -319,12 +320,26 @@ def test_a_decode_beside_a_prompt_costs_a_tile_and_heads_that_are_not_packed_rea
         assert least < mixed / alone < most
 
 
+@pytest.mark.parametrize("own", MIXED_ATTENTION)
+def test_split_attention_costs_its_prompts_and_its_decodes(own):
+    device = replace(DEVICE, num_sms=100, attention_tile_rows=64, decode_attention_floor_ns=9000, mixed_attention=own)
+    chunks = (PrefillChunk(500, 300), PrefillChunk(0, 16))
+    mixed = BatchShape(64, 64 * 4000, chunks, 66, longest_decode_context=5000)
+    split, plain = (RooflineCost(MODEL, device, RooflineConfig(mixed_attention=kind)) for kind in ("split", None))
+    apart = [BatchShape(0, 0, chunks, 2), decode(64, 4000)]
+    alone = plain.breakdown(apart[0])["attention_prefill"] + plain.breakdown(apart[1])["attention_decode"]
+    parts = split.breakdown(mixed)
+    assert parts["attention_prefill"] + parts["attention_decode"] == alone
+    assert (alone == sum(plain.breakdown(mixed)[f"attention_{of}"] for of in ("prefill", "decode"))) == (own == "split")
+    assert [split.price(shape) for shape in apart] == [plain.price(shape) for shape in apart]
+
+
 @pytest.mark.parametrize(("num_sms", "again"), [(3, 1.0), (4, 0.5), (6, 0.0), (60, 0.0)])
 def test_heads_that_are_not_packed_read_again_what_their_tiles_pushed_out(num_sms, again):
     """Two heads share K and V. Three tiles come between them: on fewer multiprocessors nothing is left in the cache."""
     ns = []
-    for packs in (True, False):
-        device = replace(TILED, flops_per_s=1e30, memory_bytes_per_s=1e9, num_sms=num_sms, attention_packs_heads=packs)
+    for kind in ("packed", "unpacked"):
+        device = replace(TILED, flops_per_s=1e30, memory_bytes_per_s=1e9, num_sms=num_sms, mixed_attention=kind)
         ns.append(parts_of(prefill(48, start=1000), device=device)["attention_prefill"])
     assert ns[1] - ns[0] == pytest.approx(again * 1048 * MODEL.kv_bytes_per_token(None, 1), abs=2)
 

@@ -128,6 +128,18 @@ def test_a_measured_mix_costs_what_was_measured():
     assert ends[0]["attention_decode"] < ends[1]["attention_decode"] < ends[2]["attention_decode"]
 
 
+def test_split_attention_is_looked_up_in_the_tables_of_prompts_and_of_decodes():
+    chunk, names = PrefillChunk(512, 128), ("new_tokens", "context", "batch", "decode_context")
+    mixed = attention("attention_mixed", [(128, 512, 16, 512)], names, [10**9])
+    options = replace(CONFIG, mixed_attention="split")
+    found = priced(decodes(), prompts(), mixed).measured
+    cost = TablesCost(MODEL, DEVICE, options, measured=found)
+    shape = BatchShape(16, 16 * 512, (chunk,), 17)
+    for name, alone in (("attention_prefill", prefill(128, start=512)), ("attention_decode", decode(16, 512))):
+        assert cost.breakdown(shape)[name] == pytest.approx(ALL.breakdown(alone)[name], abs=2)
+        assert cost.origins(shape)[name] == MEASURED
+
+
 def test_prompts_that_run_together_are_as_measured_as_the_one_with_the_most_attention():
     few, many = PrefillChunk(0, 8), PrefillChunk(512, 128)  # the table has prompts of 16 tokens and more
     assert ALL.origins(BatchShape(0, 0, (few,), 1))["attention_prefill"] == SCALED

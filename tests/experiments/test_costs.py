@@ -9,6 +9,8 @@ import pytest
 from analysis.measures.operators import format_operators, load_operators, operator_table
 from analysis.reports.report import report_from_folders
 from experiments.cli import main
+from experiments.configuration.config import RunConfig
+from experiments.configuration.saved import saved_config
 from experiments.console import table
 from experiments.wiring.build import build_estimator
 from experiments.wiring.costs import build_cost
@@ -200,6 +202,34 @@ def test_an_older_folder_whose_linear_cost_names_no_file_is_repeated(tmp_path):
     assert main(["run", f"from={folder}", f"hydra.run.dir={tmp_path / 'again'}"]) == 0
     config.write_text(config.read_text().replace("path: null\n  base_s", "path: fit.json\n  base_s"))
     assert main(["run", f"from={folder}", f"hydra.run.dir={tmp_path / 'fitted'}"]) == 1, "its prices are not these"
+
+
+@pytest.mark.parametrize("packs", ["true", "false"])
+def test_an_older_folder_keeps_its_kind_of_mixed_attention(packs, tmp_path):
+    folder = run(tmp_path / "run", *TINY, *SHORT)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("mixed_attention: packed", f"attention_packs_heads: {packs}"))
+    again = RunConfig.from_container(saved_config(folder)).device
+    assert again.mixed_attention == ("packed" if packs == "true" else "unpacked")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [((), None), (("cost.mixed_attention=split",), "split on h100"), (("device=b200",), "split on b200"),
+     (("device=b200", "scheduler=prefill_first"), None), (("device=a100",), "unpacked on a100")],
+)  # fmt: skip
+@pytest.mark.usefixtures("unrendered")
+def test_mixed_steps_whose_times_nobody_compared_are_said_once(overrides, kind, tmp_path, capsys):
+    folder = run(tmp_path / "run", *TINY, *SHORT, *overrides)
+    notes = manifest_of(folder)["cost_notes"]
+    assert capsys.readouterr().out.count("mixed steps: ") == len(notes) == (kind is not None)
+    if kind:
+        steps = pd.read_parquet(folder / "steps.parquet")
+        num = int(((steps["num_prefill_tokens"] > 0) & (steps["num_decode_tokens"] > 0)).sum())
+        assert notes[0].startswith(f"mixed steps: {num} of {len(steps)} steps have decodes beside prompts, with ")
+        assert f" priced as {kind}, which nobody compared with an engine" in notes[0]
+        page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
+        assert notes[0] in page
 
 
 def test_a_core_that_runs_interpreted_without_being_asked_to_is_said(tmp_path, capsys, monkeypatch):

@@ -115,7 +115,7 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
          ["backend.swap_overlap has no effect with scheduler.preemption=recompute, which swaps nothing"]),
         (["backend.swap_overlap=true", *LINK, "sampling.n=2", "sampling.temperature=1"], []),
         (["device=l40s", "device.interconnect=pcie_host", "device.tensor_parallel_size=2",
-          "device.host_link_bytes_per_s=1e9"], []),
+          "device.host_link_bytes_per_s=1e9", "scheduler=prefill_first"], []),
         ([*SWAPS, "backend.swap_overlap=true", *LINK], []),
         (["device.interconnect_latency_ns=9"],
          ["device.interconnect_latency_ns has no effect with device.tensor_parallel_size=1"]),

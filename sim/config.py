@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sim.backend import SchedulerTime
-from testbed.checks import require_whole
+from testbed.checks import require, require_whole
 from testbed.errors import ConfigError
 
 
@@ -17,6 +17,7 @@ class SimConfig:
     name: str = "sim"
     num_replicas: int = 1  # engines, each with its own scheduler and KV blocks
     router: Any = "round_robin"  # chooses the replica of a request: a name, or {_target_: your own class}
+    router_period_ns: int = 0  # the router sees counts as of the last multiple of it, as scraped; 0: as they are
     swap_overlap: bool = False  # swaps on the PCIe link overlap with computation; false: they are part of the step
     replicas_per_link: int = 1  # replicas that share one PCIe link, with swap_overlap
     schedule_ns: int = 0  # CPU time of the scheduler in each step, before the device starts
@@ -36,6 +37,8 @@ class SimConfig:
             ("frontend_ns_per_token", 0, 10**9),
         ):
             require_whole(f"backend.{name}", getattr(self, name), least, most)
+        period = require_whole("backend.router_period_ns", self.router_period_ns, 0, 10**15)
+        require("backend.router_period_ns", period, period == 0 or period >= 10**6, "0, or from 1,000,000 (1 ms)")
         if self.replicas_per_link > self.num_replicas:
             raise ConfigError(
                 f"backend.replicas_per_link is {self.replicas_per_link}, more than backend.num_replicas="

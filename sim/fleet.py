@@ -1,8 +1,8 @@
 """Replicas behind a router, in SimPy time: one process for each engine, one for the router.
 
 Order of events at one instant: ends of transfers, commits in replica order, the session arrivals that these commits
-release, routing, plans in replica order (`sim.replica.Phases`). The priorities of SimPy's events give this order; it
-never depends on the order in which processes were scheduled.
+release, the scraping of counts, routing, plans in replica order (`sim.replica.Phases`). The priorities of SimPy's
+events give this order; it never depends on the order in which processes were scheduled.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ class Fleet:
     """Replicas, one source inbox for all of them, and the router between.
 
     backends: one for each replica. replicas_per_link: how many replicas share one PCIe link; None: swaps do not use a
-    link, but are a part of each step. Build each replica's loop with its inbox of `inboxes`, then call `run`.
+    link, but are a part of each step. router_period_ns: how often the counts that the router sees are renewed; 0: at
+    each of its choices. Build each replica's loop with its inbox of `inboxes`, then call `run`.
     """
 
     def __init__(
-        self, source: Inbox, router: Router, backends: Sequence[SimBackend], *, replicas_per_link: int | None = None
-    ) -> None:
+        self, source: Inbox, router: Router, backends: Sequence[SimBackend], *, replicas_per_link: int | None = None,
+        router_period_ns: int = 0,
+    ) -> None:  # fmt: skip
         self._dispatcher = Dispatcher(source, router, len(backends), self._route_again)
         self.inboxes = self._dispatcher.inboxes
         self._backends = backends
@@ -38,6 +40,7 @@ class Fleet:
         self._phases = Phases(self._env, len(backends))
         self._links = [HostLink(self._env) for _ in backends]  # at most one for each
         self._per_link = replicas_per_link
+        self._period_ns = router_period_ns
         self._replicas: list[Replica] = []
         self._over = self._env.event()
         self._failure: BaseException | None = None  # the first error that ended a process
@@ -66,6 +69,8 @@ class Fleet:
                     self._close_if_over,
                 )
             )
+        if self._period_ns:
+            env.process(self._guarded(self._scrape_all()))
         self._routing = env.process(self._guarded(self._route_all()))
         for replica in self._replicas:
             replica.process = env.process(self._guarded(self._serve(replica)))
@@ -101,6 +106,11 @@ class Fleet:
                 continue
             for number in self._dispatcher.send_due(int(env.now)):
                 self._replicas[number].wake()
+
+    def _scrape_all(self) -> Process:
+        while True:
+            self._dispatcher.scrape()
+            yield self._phases.at_scrape(int(self._env.now) + self._period_ns)
 
     def _guarded(self, process: Process) -> Process:
         """Ends the run with the original error that ended a process; SimPy itself would raise a copy."""

@@ -52,12 +52,15 @@ class Phases:
     def at_commit(self, instant_ns: int, replica: int) -> simpy.Event:
         return _At(self.env, instant_ns, replica)
 
+    def at_scrape(self, instant_ns: int) -> simpy.Event:
+        return _At(self.env, instant_ns, self._num_replicas)
+
     def at_routing(self, instant_ns: int) -> simpy.Event:
         is_after_plans = self.is_late and instant_ns == int(self.env.now)
-        return _At(self.env, instant_ns, self._num_replicas * (2 if is_after_plans else 1) + is_after_plans)
+        return _At(self.env, instant_ns, self._num_replicas * (2 if is_after_plans else 1) + 1 + is_after_plans)
 
     def at_plan(self, instant_ns: int, replica: int) -> simpy.Event:
-        return _At(self.env, instant_ns, self._num_replicas + 1 + replica)
+        return _At(self.env, instant_ns, self._num_replicas + 2 + replica)
 
 
 class Replica:

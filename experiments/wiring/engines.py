@@ -60,6 +60,7 @@ def build_fleet(config: RunConfig, source: Inbox, backend: SimBackend) -> Fleet 
         router,
         [backend.of_replica(number) for number in range(settings.num_replicas)],
         replicas_per_link=settings.replicas_per_link if settings.swap_overlap else None,
+        router_period_ns=settings.router_period_ns,
     )
 
 

@@ -60,7 +60,8 @@ def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]
         why = "backend.decides=vllm, whose records are made from vLLM's log"
         notes += without_effect("record", config.record, unwritten, why)
     if isinstance(backend, SimConfig | RealConfig) and backend.num_replicas == 1:
-        notes += without_effect("backend", backend, ("router",), "backend.num_replicas=1")
+        names = ("router", "router_period_ns") if isinstance(backend, SimConfig) else ("router",)
+        notes += without_effect("backend", backend, names, "backend.num_replicas=1")
     unused = getattr(composition, "unused_limits", ())
     if type(composition) is DecodeFirst and scheduler.max_num_partial_prefills == 1:
         of_several = ("long_prefill_token_threshold", "max_long_partial_prefills")

@@ -19,7 +19,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.sequence import Sequence as CoreSequence
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown
-from testbed.routing.routers import Router
+from testbed.routing.routers import Replicas, Router
 
 
 class ReplicaInbox:
@@ -111,6 +111,20 @@ class Replica:
         return self._blocks.lookup(probe).num_tokens
 
 
+class Scraped:
+    """A replica with its counts of one instant, as a gauge that was scraped then: they lack what was sent since. Its
+    cache is looked up as it is."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.number = replica.number
+        self.num_requests = replica.num_requests
+        self.num_waiting = replica.num_waiting
+        self.num_running = replica.num_running
+        self.num_tokens = replica.num_tokens
+        self.num_kv_blocks = replica.num_kv_blocks
+        self.num_cached_tokens = replica.num_cached_tokens
+
+
 class Dispatcher:
     """Routes the events of one source to a fleet of `num_replicas`, with an inbox for each replica's loop.
 
@@ -127,10 +141,15 @@ class Dispatcher:
         self._on_finished = on_finished
         self._homes: dict[str, int] = {}  # the replica of each request that has not ended
         self._replicas: tuple[Replica, ...] = ()
+        self._seen: Replicas = ()  # what the router is shown
 
     def attach(self, schedulers: Sequence[Scheduler]) -> None:
         pairs, probe = zip(self.inboxes, schedulers, strict=True), Probe()
-        self._replicas = tuple(Replica(number, *pair, probe) for number, pair in enumerate(pairs))
+        self._seen = self._replicas = tuple(Replica(number, *pair, probe) for number, pair in enumerate(pairs))
+
+    def scrape(self) -> None:
+        """From now on the router is shown the counts of this instant, until the next call."""
+        self._seen = [Scraped(replica) for replica in self._replicas]
 
     def next_ns(self) -> int | None:
         """Returns the instant of the next event of the source."""
@@ -165,7 +184,7 @@ class Dispatcher:
 
     def _choose(self, request: Request) -> int:
         """Returns the router's choice. Raises ConfigError if it is not the number of a replica."""
-        said: Any = self._router.route(request, self._replicas)
+        said: Any = self._router.route(request, self._seen)
         if not isinstance(said, bool):
             with suppress(TypeError):  # numpy integers are accepted too
                 if 0 <= (number := index(said)) < len(self._replicas):

@@ -1,9 +1,10 @@
 """Routers: which replica of a fleet serves a request. This is decided once, at its arrival; the request stays there.
 
 A router sees the replicas as they are at the instant of the arrival, after every step that has ended by then, and
-before the steps that are planned then. Ties go to the replica with the lowest number. Random choices are hashes of the
-run's seed and the request's id: they depend neither on the order of arrivals nor on other policies (common random
-numbers). A user's own router is a class with `route`, named by `_target_`; see docs/simulator.md.
+before the steps that are planned then; with backend.router_period_ns it sees earlier counts. Ties go to the replica
+with the lowest number. Random choices are hashes of the run's seed and the request's id: they depend neither on the
+order of arrivals nor on other policies (common random numbers). A user's own router is a class with `route`, named by
+`_target_`; see docs/simulator.md.
 """
 
 from __future__ import annotations

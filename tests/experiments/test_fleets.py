@@ -133,6 +133,7 @@ def test_a_router_of_ones_own(home: Path, say: Say) -> None:
         ),
         ("num_replicas=0", "backend.num_replicas is 0; it must be from 1 to 10,000"),
         ("replicas_per_link=4", "backend.replicas_per_link is 4, more than backend.num_replicas=3; raise"),
+        ("router_period_ns=5", "backend.router_period_ns is 5; it must be 0, or from 1,000,000"),
         ("schedule_ns=-1", "backend.schedule_ns is -1; it must be from 0 to"),
         ("routers=random", "unknown key 'backend.routers'; did you mean 'backend.router'?"),
     ],

@@ -105,7 +105,8 @@ def test_settings_of_swaps_are_not_noted_where_another_point_of_the_sweep_swaps(
 def test_what_has_no_effect_is_said(tmp_path, capsys):
     linear = ["cost=linear", "cost.base_s=1", "device.num_sms=9"]
     fleet = [*SWAPS, "backend.num_replicas=2", "backend.replicas_per_link=2"]
-    roofline = ["cost.cuda_graphs=false", "cost.graph_launch_ns=7", "cost.logits=gather", "backend.router=random"]
+    roofline = ["cost.cuda_graphs=false", "cost.graph_launch_ns=7", "cost.logits=gather", "backend.router=random",
+                "backend.router_period_ns=1000000"]  # fmt: skip
     for number, (options, expected) in enumerate((
         (linear, ["device.num_sms does not change the step times of cost=linear"]),
         (fleet, ["backend.replicas_per_link has no effect with backend.swap_overlap=false"]),
@@ -130,7 +131,8 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
          ["device=a100 does not change the step times of cost=linear"]),
         (roofline, ["cost.graph_launch_ns has no effect with cost.cuda_graphs=false",
                     "cost.logits has no effect with device.tensor_parallel_size=1",
-                    "backend.router has no effect with backend.num_replicas=1"]),
+                    "backend.router has no effect with backend.num_replicas=1",
+                    "backend.router_period_ns has no effect with backend.num_replicas=1"]),
         (["cost.cuda_graphs=false", "cost.max_captured_tokens=64"],
          ["cost.max_captured_tokens has no effect with cost.cuda_graphs=false"]),
         (["device=cpu", "cost.cuda_graphs=false"],

@@ -43,10 +43,11 @@ class Watched:
 def drive(
     inbox: Inbox, router: Router, schedulers: Sequence[Scheduler], costs: Sequence[CostModel], *,
     logs: Sequence[Log] | None = None, replicas_per_link: int | None = None, seed: int = 0,
+    router_period_ns: int = 0,
 ) -> list[Log]:  # fmt: skip
     """Runs a fleet to its end; a log for each replica. A livelock is the last event of the first one's."""
     backends = [SimBackend(cost, seed=seed, vocab_size=VOCAB_SIZE, eos_token_id=EOS) for cost in costs]
-    fleet = Fleet(inbox, router, backends, replicas_per_link=replicas_per_link)
+    fleet = Fleet(inbox, router, backends, replicas_per_link=replicas_per_link, router_period_ns=router_period_ns)
     logs = [Log() for _ in schedulers] if logs is None else list(logs)
     loops = [serve(box, scheduler, log) for box, scheduler, log in zip(fleet.inboxes, schedulers, logs, strict=True)]
     try:

@@ -21,7 +21,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.core.thrash import Thrash
 from testbed.errors import ConfigError
 from testbed.routing.dispatch import Dispatcher
-from testbed.routing.routers import ROUTERS, Replicas, RoundRobin, Router, RouterContext, bind
+from testbed.routing.routers import ROUTERS, LeastLoaded, Replicas, RoundRobin, Router, RouterContext, bind
 from tests.properties.setups import Setup, random_setup
 from tests.sim.fleets import Watched, drive, go_fleet, go_plain, world_of
 from tests.sim.worlds import Log, Sessions, expect_instants
@@ -308,6 +308,24 @@ def test_what_a_loop_raises_ends_the_run_as_it_is() -> None:
 
     with pytest.raises(Special, match="1 2"):
         fleet_of(Sessions([request("a", 0, 1)], [], {}), Fails(), 2)
+
+
+def shown(period_ns: int) -> list[tuple[object, ...]]:
+    """What a router was shown of two replicas, and what it answered; a request every 5 ns, steps of 4."""
+    arrivals = [request(f"r{number}", 5 * number, 3) for number in range(12)]
+    watched, schedulers = Watched(LeastLoaded("requests")), [ROOMY.scheduler(), ROOMY.scheduler()]
+    drive(Sessions(arrivals, [], {}), watched, schedulers, [step_of(4)] * 2, router_period_ns=period_ns)
+    return watched.seen
+
+
+def test_a_router_may_see_counts_as_of_the_last_scrape() -> None:
+    now, scraped = shown(0), shown(20)
+    assert shown(1) == shown(5) == now, "scraped at every arrival: after commits, before routing"
+    assert [number for _, number, _ in scraped[:4]] == [0] * 4, "nobody has a request yet, as far as it knows"
+    assert [number for _, number, _ in scraped[4:8]] == [1] * 4, "the herd goes on to where few were"
+    counts = [[view[:-1] for view in views] for _, _, views in scraped]
+    assert all(counts[first] == counts[first + more] for first in (0, 4, 8) for more in range(4))
+    assert counts[4][0] > counts[0][0] == counts[4][1]
 
 
 def test_replicas_may_have_different_prices() -> None:

@@ -8,7 +8,18 @@ Traces use numpy's generators instead, one for each purpose (testbed/traces/draw
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
+
 from xxhash import xxh64_intdigest
+
+_STANDARD_NORMAL = NormalDist()
+
+
+def log_normal(bits: int, sigma: float) -> float:
+    """Returns a factor of median 1, made of 64 random bits. sigma: standard deviation of its logarithm."""
+    uniform = ((bits >> 12) + 0.5) / 2**52  # 52 bits and a half: exact, and never 0 or 1
+    return math.exp(sigma * _STANDARD_NORMAL.inv_cdf(uniform))
 
 
 def draw(seed: int, purpose: str, *key: int | str) -> int:

@@ -36,7 +36,7 @@ from experiments.runs.replacing import claimed, put_back
 from experiments.runs.run_folder import ABSENT, locked, refuse_overwrite, write_json, writing
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import check_prompts, check_token_ids
-from experiments.wiring.costs import itemise, watches_of
+from experiments.wiring.costs import CostEstimator, itemise, watches_of
 from experiments.wiring.engines import batch_limits, status_lines
 from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import describe_trace, end_token_ids
@@ -113,10 +113,13 @@ def execute(
         return _stock(config, folder, whole(given), command, origin)
     prepared = prepare_sim(config, given) if config.is_simulated else prepare_engine(config, whole(given), folder)
     with closing(prepared):
-        schedulers = [build.build_scheduler(config, prepared.pools) for _ in prepared.inboxes]
+        estimator = build.build_estimator(config)
+        schedulers = [build.build_scheduler(config, prepared.pools, estimator) for _ in prepared.inboxes]
         manifest = _manifest(config, given, prepared, command) | asdict(origin)
         with writing(folder), claimed(folder, config):
-            return _run(config, folder, given, prepared, schedulers, manifest, watch, has_summary=has_summary)
+            return _run(
+                config, folder, given, prepared, schedulers, manifest, watch, estimator, has_summary=has_summary
+            )
 
 
 def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: Origin) -> RunResult:
@@ -177,6 +180,7 @@ def _run(
     schedulers: list[Scheduler],
     manifest: dict[str, Any],
     watcher: Recorder | None,
+    estimator: CostEstimator,
     *,
     has_summary: bool,
 ) -> RunResult:
@@ -191,6 +195,7 @@ def _run(
     progress = Progress(trace.num_requests, manifest["backend"])
     write_json(folder / "manifest.json", manifest)  # early, so that the tape of a killed run can be replayed
     watches = watches_of(prepared.cost)
+    noting = watches if prepared.cost is None else [*watches, estimator]
     ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
     shared = [one for one in (prepared.checker, *watches, watcher) if one is not None]
     shared += [*batch_limits(config), progress]
@@ -219,7 +224,7 @@ def _run(
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
-        "cost_notes": [*(note for watch in watches for note in watch.notes()), *build.pool_notes(config)],
+        "cost_notes": [*(note for one in noting for note in one.notes()), *build.pool_notes(config)],
         "num_extrapolated_steps": max([one.num_outside for one in watches if isinstance(one, RangeWatch)], default=0),
         **({} if prepared.replay is None else prepared.replay.describe(described["num_steps"])),
     }

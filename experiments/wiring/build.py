@@ -152,12 +152,13 @@ def check_makeable(config: RunConfig) -> None:
         make_policy("backend.router", config.backend.router)
 
 
-def build_scheduler(config: RunConfig, pools: Pools) -> Scheduler:
+def build_scheduler(config: RunConfig, pools: Pools, estimator: CostEstimator | None = None) -> Scheduler:
+    """estimator: for the policies; None: one of its own."""
     with failures_named(config):
-        return _build(config, pools)
+        return _build(config, pools, estimator or build_estimator(config))
 
 
-def _build(config: RunConfig, pools: Pools) -> Scheduler:
+def _build(config: RunConfig, pools: Pools, estimator: CostEstimator) -> Scheduler:
     cache, scheduler = config.cache, config.scheduler
     check_plans_ahead(config)
     check_policies(config, pools)
@@ -178,7 +179,7 @@ def _build(config: RunConfig, pools: Pools) -> Scheduler:
     )
     is_ours = type(made.oracle).__module__.startswith("testbed.")
     oracle = made.oracle if is_ours else CheckedOracle(made.oracle)
-    context = PolicyContext(blocks, config.limits, oracle, build_estimator(config), config.seed)
+    context = PolicyContext(blocks, config.limits, oracle, estimator, config.seed)
     for policy in sorted(made, key=lambda policy: policy is not made.oracle):  # it comes first: the others may ask it
         bind(policy, context)
     if hasattr(made.victims, "bind_queue"):
@@ -264,7 +265,7 @@ def check_policies(config: RunConfig, pools: Pools) -> None:
 
 
 def build_estimator(config: RunConfig) -> CostEstimator:
-    return CostEstimator(build_cost(_priced_as(config)))
+    return CostEstimator(build_cost(_priced_as(config)), config.scheduler.estimator, config.seed)
 
 
 def estimator_name(config: RunConfig) -> str:

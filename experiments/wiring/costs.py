@@ -30,12 +30,14 @@ from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError, ModelError
 from testbed.foreign_text import shown, unknown
+from testbed.policies.config import EstimatorConfig
 from testbed.records.operators import Itemise
 from testbed.specs.device import DeviceSpec
 from testbed.specs.hf_config import LIKE_LLAMA, read_hf_config, why_uncounted
 from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import alike, of_engine, product_dtype, read_operator_tables
 from testbed.specs.quantization import fp8_scheme
+from testbed.streams import draw, log_normal
 
 MEASURED_FIELDS = (  # device fields whose change does not affect operators that were measured
     "memory_bytes_per_s", "cache_bytes", "flops_per_s", "interconnect", "interconnect_bytes_per_s",
@@ -304,15 +306,32 @@ def _calibration(file: str, modified_ns: int) -> Calibration:
 class CostEstimator:
     """`testbed.core.interfaces.Estimator` over a cost model: every estimate is the time of a separate step."""
 
-    def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
+    def __init__(self, cost: CostModel, error: EstimatorConfig, seed: int) -> None:
+        self._cost, self._error, self._seed = cost, error, seed
+        self._was_asked = False
+
+    def notes(self) -> list[str]:
+        """Returns a note if policies asked, and were told the very times that a simulation then takes."""
+        if not self._was_asked or self._error != EstimatorConfig():
+            return []
+        return [
+            "foresight: policies asked what a step takes and were told its exact time, which no engine knows; "
+            "scheduler.estimator.factor and .sigma make it wrong"
+        ]
+
+    def _told(self, ns: int, shape: BatchShape) -> int:
+        self._was_asked = True
+        error = self._error
+        noise = log_normal(draw(self._seed, "estimator", repr(shape)), error.sigma) if error.sigma else 1.0
+        return round(ns * (error.factor * noise))
 
     def step_ns(self, shape: BatchShape) -> int:
-        return priced(self._cost, shape).total_ns
+        return self._told(priced(self._cost, shape).total_ns, shape)
 
     def recompute_ns(self, start: int, num_tokens: int) -> int:
         return self.step_ns(BatchShape(0, 0, (PrefillChunk(start, num_tokens),), 1)) if num_tokens > 0 else 0
 
     def swap_ns(self, num_blocks: int) -> int:
         """Returns the time to swap blocks out (one direction): the transfer part of the step time."""
-        return priced(self._cost, BatchShape(0, 0, (), 0, num_blocks_swapped_out=num_blocks)).swap_ns
+        shape = BatchShape(0, 0, (), 0, num_blocks_swapped_out=num_blocks)
+        return self._told(priced(self._cost, shape).swap_ns, shape)

@@ -70,8 +70,8 @@ def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]
 
 
 def _unasked(config: RunConfig, swept: Collection[str]) -> list[str]:
-    """Returns notes about an oracle that no policy asks, here or in the sweep, and about what goes by prefixes where
-    none are cached."""
+    """Returns notes about an oracle and an estimator that no policy asks, here or in the sweep, and about what goes by
+    prefixes where none are cached."""
     chosen, notes = config.scheduler, []
     if not config.cache.prefix_caching:
         without = "cache.prefix_caching=false"
@@ -82,7 +82,11 @@ def _unasked(config: RunConfig, swept: Collection[str]) -> list[str]:
     may_ask = own_classes(config) or not named.keys().isdisjoint(swept)
     may_ask = may_ask or any(isinstance(one, dict) or one in ASKS_ORACLE[key] for key, one in named.items())
     why = "a queue order, an admission and a victim that ask for no lengths"
-    return notes if may_ask else notes + without_effect("scheduler", chosen, ("oracle",), why)
+    if not may_ask:
+        notes += without_effect("scheduler", chosen, ("oracle",), why)
+    wrong = without_effect("scheduler", chosen, ("estimator",), "policies that ask for no step times")
+    may_ask = not {"scheduler", "scheduler.preemption", "cache.eviction"}.isdisjoint(swept)
+    return notes if wrong and (may_ask or asks_step_times(config)) else notes + wrong
 
 
 def _unswapped(config: RunConfig, backend: SimConfig, swept: Collection[str]) -> list[str]:

@@ -19,6 +19,19 @@ _SHORTEST_BUDGET, _SHORTEST_OF_BATCHES = 2048, 16_384  # tokens; the latter are 
 
 
 @dataclass(frozen=True, slots=True)
+class EstimatorConfig:
+    """The error of the step times that policies are told: those of the run's cost model, times `factor`, and times a
+    log-normal factor of median 1 for each shape of a step. sigma: standard deviation of its logarithm."""
+
+    factor: float = 1.0
+    sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        require("scheduler.estimator.factor", self.factor, 1e-3 <= self.factor <= 1e3, "from 0.001 to 1000")
+        require("scheduler.estimator.sigma", self.sigma, 0 <= self.sigma <= 3, "from 0 to 3")
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The `scheduler` group. A policy is a name, or {_target_: your own class}."""
 
@@ -32,6 +45,7 @@ class SchedulerConfig:
     admission: Any = "watermark"
     victim: Any = "auto"  # auto: the lowest priority under queue_order=priority, else the most recently admitted
     oracle: Any = "none"  # the predictor of output lengths: none, perfect, noisy, binned
+    estimator: EstimatorConfig = field(default_factory=EstimatorConfig)  # how wrong the predictor of step times is
     long_prefill_token_threshold: int = 0  # unified: most tokens of a prefill in a step; decode_first: longer is long
     max_num_partial_prefills: int = 1  # prompts that may be partly prefilled at the same time (decode_first)
     max_long_partial_prefills: int = 1  # those of them that are longer than the threshold (decode_first)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from itertools import pairwise
-from statistics import NormalDist
 
 from mypy_extensions import mypyc_attr
 
@@ -14,9 +12,7 @@ from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.foreign_text import Unchecked
 from testbed.policies.context import LengthOracle, PolicyContext
-from testbed.streams import draw
-
-_STANDARD_NORMAL = NormalDist()
+from testbed.streams import draw, log_normal
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -71,9 +67,7 @@ class Noisy:
 
     def predict(self, seq: Sequence) -> int:
         assert self._seed is not None, "bind comes before the first prediction"
-        bits = draw(self._seed, "oracle", seq.request_id)
-        uniform = ((bits >> 12) + 0.5) / 2**52  # 52 bits and a half: exact, and never 0 or 1
-        factor = math.exp(self._sigma * _STANDARD_NORMAL.inv_cdf(uniform))
+        factor = log_normal(draw(self._seed, "oracle", seq.request_id), self._sigma)
         return max(1, round(self._truth.predict(seq) * factor))
 
 

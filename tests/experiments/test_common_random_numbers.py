@@ -215,7 +215,7 @@ def test_a_streams_first_numbers_over_seeds_are_uniform() -> None:
 def test_no_two_purposes_of_any_seed_share_a_stream() -> None:
     firsts = Counter(stream(seed, name).bit_generator.random_raw() for seed in range(300) for name in NAMES)
     assert max(firsts.values()) == 1
-    names = ("queue_order", "oracle", "sampling", "beams")
+    names = ("queue_order", "oracle", "estimator", "sampling", "beams")
     draws = Counter(draw(seed, name, f"r{i}") for seed in range(50) for name in names for i in range(50))
     assert max(draws.values()) == 1
 

@@ -1,6 +1,7 @@
 """From the command line: where the time of a run went, and prices fitted to a profile."""
 
 import json
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -57,6 +58,30 @@ def test_a_policy_is_told_the_times_that_steps_take():
     assert estimator.step_ns(shape) == cost.price(shape).total_ns
     assert estimator.recompute_ns(5, 20) == cost.price(BatchShape(0, 0, (PrefillChunk(5, 20),), 1)).total_ns
     assert estimator.recompute_ns(5, 0) == 0
+
+
+def test_a_policy_may_be_told_wrong_times():
+    exact = build_estimator(config_of())
+    shapes = [BatchShape(num, 90 * num, (PrefillChunk(5, 20),), num + 1) for num in range(1, 400)]
+    low = build_estimator(config_of((*TINY, *SHORT, "scheduler.estimator.factor=0.8")))
+    assert all(low.step_ns(shape) == round(0.8 * exact.step_ns(shape)) for shape in shapes)
+    assert low.swap_ns(3) == round(0.8 * exact.swap_ns(3))
+    noisy = [
+        build_estimator(config_of((*TINY, *SHORT, "scheduler.estimator.sigma=0.1"), seed=seed)) for seed in (0, 0, 1)
+    ]
+    factors, again, others = ([one.step_ns(s) / exact.step_ns(s) for s in reversed(shapes)] for one in noisy)
+    assert factors == again != others
+    assert 0.08 < pd.Series(factors).apply(math.log).std() < 0.12
+    assert len(set(factors)) == len(shapes)
+
+
+def test_step_times_that_a_policy_knew_exactly_are_said(tmp_path, capsys):
+    swaps = ("scheduler.preemption=cheaper", "cache.num_cpu_blocks=64", "cache.num_gpu_blocks=20", *SHORT)
+    for name, more, is_said in (("exact", (), True), ("wrong", ("scheduler.estimator.factor=0.9",), False),
+                                ("unasked", ("cache.num_gpu_blocks=64",), False)):  # fmt: skip
+        folder = run(tmp_path / name, *TINY, *swaps, "trace.rate=4000", *more)
+        (*notes,) = (note for note in manifest_of(folder)["cost_notes"] if note.startswith("foresight: "))
+        assert len(notes) == capsys.readouterr().out.count("told its exact time") == is_said, name
 
 
 @pytest.mark.parametrize("cost", ["roofline", "linear", "constant"])

@@ -144,6 +144,8 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (["cost.filtering=sort", "sampling.temperature=1", "sampling.top_p=0.9", "sampling.beam_width=2"],
          ["sampling.top_p has no effect with sampling.beam_width, which draws nothing",
           "cost.filtering has no effect with sampling that has no top_k or top_p to apply"]),
+        (["scheduler.estimator.factor=0.9"],
+         ["scheduler.estimator has no effect with policies that ask for no step times"]),
         (["sampling.seed=3"], ["sampling.seed has no effect with backend=sim, whose outputs are those of the trace"]),
         (["sampling.stop_token_ids=[3]", "sampling.max_tokens=4"],
          ["sampling.stop_token_ids has no effect with backend=sim, whose outputs are those of the trace",

@@ -27,24 +27,23 @@ CHECKED: Final = {  # device -> its kind of mixed attention whose times were com
 
 
 class MixedWatch(Recorder):
-    """Counts the steps with prefills and decodes. unchecked: as in RooflineCost."""
+    """Notes whether any step has prefills and decodes. unchecked: as in RooflineCost."""
 
     def __init__(self, unchecked: str) -> None:
         self._unchecked = unchecked
-        self._num_mixed = self._num_steps = 0
+        self._is_mixed = False
 
     def committed(self, step: StepView) -> None:
-        self._num_steps += 1
-        if step.plan.shape.kind == "mixed":
-            self._num_mixed += 1
+        if not self._is_mixed:
+            self._is_mixed = step.plan.shape.kind == "mixed"
 
     def notes(self) -> list[str]:
-        if not self._num_mixed:
+        if not self._is_mixed:
             return []
         return [
-            f"mixed steps: {self._num_mixed:,} of {self._num_steps:,} steps have decodes beside prompts, with "
-            f"attention priced as {self._unchecked}, which nobody compared with an engine; it can decide between whole "
-            "and chunked prompts: compare cost.mixed_attention=packed, unpacked and split"
+            f"mixed steps: attention of decodes beside prompts is priced as {self._unchecked}, which nobody compared "
+            "with an engine; it can decide between whole and chunked prompts: compare cost.mixed_attention=packed, "
+            "unpacked and split"
         ]
 
 

@@ -249,9 +249,6 @@ def test_mixed_steps_whose_times_nobody_compared_are_said_once(overrides, kind, 
     notes = manifest_of(folder)["cost_notes"]
     assert capsys.readouterr().out.count("mixed steps: ") == len(notes) == (kind is not None)
     if kind:
-        steps = pd.read_parquet(folder / "steps.parquet")
-        num = int(((steps["num_prefill_tokens"] > 0) & (steps["num_decode_tokens"] > 0)).sum())
-        assert notes[0].startswith(f"mixed steps: {num} of {len(steps)} steps have decodes beside prompts, with ")
         assert f" priced as {kind}, which nobody compared with an engine" in notes[0]
         page = report_from_folders([folder], tmp_path / "page.html").with_suffix(".md").read_text()
         assert notes[0] in page

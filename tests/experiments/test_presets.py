@@ -97,7 +97,8 @@ def test_a_preset_is_named_as_its_file_and_says_what_it_is(name: str) -> None:
     ("name", "num_seqs"),
     [
         ("lightllm", 1000), ("nano_vllm", 512), ("sarathi", 128), ("sglang_lpm", 2048), ("trtllm_max_util", 2048),
-        ("trtllm_no_evict", 2048), ("vllm_v0", 256), ("vtc", 1000),
+        ("trtllm_no_evict", 2048), ("vllm_v0", 256), ("vllm_v1_h100", 1024),
+        ("vtc", 1000),
     ],
 )  # fmt: skip
 def test_a_preset_runs_as_many_sequences_as_its_system_by_default(name: str, num_seqs: int) -> None:

@@ -33,6 +33,7 @@ from testbed.traces.stream import StreamedTrace, whole
 _SOURCE = ("name", "notes", "num_requests", "closed_tail", "__iter__")
 _BOUNDS = {
     **dict.fromkeys(("arrival_ns", "think_ns", "cancel_after_ns", "deadline_ns"), (0, MAX_NS)),
+    "max_tokens": (1, MAX_NUM_TOKENS),
     **dict.fromkeys(("priority", "turn"), (-MAX_PRIORITY - 1, MAX_PRIORITY)),
 }
 

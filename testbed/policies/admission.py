@@ -38,23 +38,24 @@ class NoEvict:
 
     A sequence starts if the free blocks cover what it needs and what all running sequences still need until they end;
     blocks that it shares with running ones count once. reserve: `declared` uses `sampling.max_tokens` (max_model_len if
-    not set), and the guarantee holds if that is an upper bound; `oracle` uses the predicted length, and the guarantee
-    holds if no prediction is too low.
+    not set); `oracle` uses the predicted length, and `declared_else_oracle` that of requests without `max_tokens`. The
+    guarantee holds if no length is above what is reserved for it.
 
     There are two exceptions: a sequence that started alone and is larger than the pool, and the KV rule
     `growth_test=one_per_sequence`. TensorRT-LLM reserves one more slot, for the last token, whose KV is never computed.
-    Raises ConfigError for any other value of `reserve`, or for `oracle` without one.
+    Raises ConfigError for any other value of `reserve`, or if it names an oracle and there is none.
     """
 
     def __init__(self, reserve: Unchecked = "declared") -> None:
-        choose("scheduler.admission.reserve", reserve, ("declared", "oracle"))
+        choose("scheduler.admission.reserve", reserve, ("declared", "oracle", "declared_else_oracle"))
         self._reserve = reserve
         self._context: PolicyContext | None = None
 
     def bind(self, context: PolicyContext) -> None:
-        if self._reserve == "oracle" and has_no_opinion(context.oracle):
+        if self._reserve != "declared" and has_no_opinion(context.oracle):
             raise ConfigError(
-                "scheduler.admission.reserve is 'oracle', but scheduler.oracle is none; choose an oracle, or 'declared'"
+                f"scheduler.admission.reserve is {self._reserve!r}, but scheduler.oracle is none; choose an oracle, or "
+                "'declared'"
             )
         self._context = context
 
@@ -64,7 +65,8 @@ class NoEvict:
     def _num_at_end(self, seq: Sequence) -> int:
         """Returns the number of tokens whose KV is held when the last one is sampled."""
         context = _bound(self._context)
-        oracle = context.oracle if self._reserve == "oracle" else None
+        goes_by_declared = self._reserve != "oracle" and seq.request.sampling.max_tokens is not None
+        oracle = None if goes_by_declared or self._reserve == "declared" else context.oracle
         return final_num_tokens(seq, context.limits, oracle) - 1
 
 

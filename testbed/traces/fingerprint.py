@@ -55,6 +55,7 @@ def _encode(row: TraceRequest) -> bytes:
         and row.cancel_after_ns is None
         and row.deadline_ns is None
         and row.cache_salt is None
+        and row.max_tokens is None
         and row.prompt[0].length
         and output.length
     ):
@@ -64,6 +65,8 @@ def _encode(row: TraceRequest) -> bytes:
     fields += [_number(number) for number in (*numbers, row.cancel_after_ns)]
     if row.deadline_ns is not None or row.cache_salt is not None:  # newer fields: without them the value stays
         fields += [_number(row.deadline_ns), _text(row.cache_salt)]
+    if row.max_tokens is not None:
+        fields += [b"m", _number(row.max_tokens)]
     fields += [_content(row.prompt), b"-" if output is None else _content((output,))]
     return b"".join(fields)
 

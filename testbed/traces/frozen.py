@@ -29,7 +29,7 @@ _COLUMNS = {  # the columns of a frozen file: the exact fields of the testbed's 
     "request_id": "string", "arrival_ns": "int64", "think_ns": "int64", "prompt_tokens": "int64",
     "output_tokens": "int64", "prompt_parts": "string", "output_part": "string", "priority": "int32",
     "tenant": "string", "session_id": "string", "turn": "int32", "cancel_after_ns": "int64", "deadline_ns": "int64",
-    "cache_salt": "string",
+    "cache_salt": "string", "max_tokens": "int64",
 }  # fmt: skip
 
 

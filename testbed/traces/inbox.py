@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
@@ -220,7 +221,7 @@ def to_request(
         prompt_token_ids=LazyTokens(row.num_prompt_tokens, partial(materialize, prompt, vocab_size), head),
         arrival_ns=arrival_ns,
         forced_output=forced,
-        sampling=sampling,
+        sampling=sampling if row.max_tokens is None else replace(sampling, max_tokens=row.max_tokens),
         priority=row.priority,
         tenant=row.tenant,
         session_id=row.session_id,

@@ -61,6 +61,7 @@ class TraceRequest(NamedTuple):
     cancel_after_ns: int | None = None
     deadline_ns: int | None = None  # after its arrival
     cache_salt: str | None = None  # cached prefixes are shared only with rows of the same salt
+    max_tokens: int | None = None  # the most that the client asks for; None: the run's sampling.max_tokens
     place: str = ""  # the source of the row, as "file:line", for messages
 
     @property

@@ -31,7 +31,9 @@ def row_to_json(row: TraceRequest, *, exact_parts: bool = False) -> dict[str, An
     elif row.output is not None:
         fields["output_tokens"] = row.output.num_tokens
         fields["output_part"] = part_to_json(row.output)
-    for name in ("tenant", "session_id", "turn", "think_ns", "cancel_after_ns", "deadline_ns", "cache_salt"):
+    for name in (
+        "tenant", "session_id", "turn", "think_ns", "cancel_after_ns", "deadline_ns", "cache_salt", "max_tokens",
+    ):  # fmt: skip
         if getattr(row, name) is not None:
             fields[name] = getattr(row, name)
     if row.priority:

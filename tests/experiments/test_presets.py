@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import experiments.conf
+from experiments import simulate
 from experiments.configuration.config import RunConfig
 from experiments.wiring.build import Pools, build_scheduler
 from testbed.blocks.eviction import LRU, LRUByLastStep
@@ -191,3 +192,14 @@ def test_a_watermark_of_the_whole_pool_lets_requests_run_one_by_one() -> None:
     always = preset("vllm_v1", cache__watermark=0.99, scheduler__kv_rules__watermark_when_idle=True)
     with pytest.raises(ConfigError, match=r"a watermark of 0\.99 leaves 40 of 40 KV blocks free: no prompt could"):
         scheduler_of(always)
+
+
+def test_no_evict_reserves_what_a_trace_declares() -> None:
+    rows = [{"arrival_time": 0, "prompt_tokens": 16, "output_tokens": 16} for _ in range(4)]
+    most = {}
+    for name, declared in (("none", {}), ("tight", {"max_tokens": 16}), ("loose", {"max_tokens": 112})):
+        run = simulate([row | declared for row in rows], model="tiny", scheduler="trtllm_no_evict",
+                       cache={"num_gpu_blocks": 10, "block_size": 16})  # fmt: skip
+        most[name] = int(run.steps["num_decodes"].max())
+        assert run.requests["num_output_tokens"].tolist() == [16] * 4
+    assert most == {"none": 4, "tight": 4, "loose": 1}

@@ -117,6 +117,15 @@ def test_no_evict_by_the_oracle_reserves_less() -> None:
     assert bound(NoEvict(reserve="oracle"), blocks, Says({1: 20})).allows(candidate, [running])
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "predicted", "is_allowed"), [(400, 20, False), (20, 400, True), (None, 20, True), (None, 400, False)]
+)
+def test_no_evict_may_go_by_the_oracle_where_nothing_is_declared(max_tokens, predicted, is_allowed) -> None:
+    blocks, running = make_pool(10, num_free=8), make_seq(0, 8, max_tokens=8, num_blocks=2)
+    policy = bound(NoEvict(reserve="declared_else_oracle"), blocks, Says({1: predicted}))
+    assert policy.allows(make_seq(1, 5, max_tokens=max_tokens), [running]) is is_allowed
+
+
 @pytest.mark.parametrize(("num_free", "is_allowed"), [(7, True), (6, False)])
 def test_no_evict_reserves_for_every_member_of_a_group(num_free: int, is_allowed: bool) -> None:
     """6 + 4 tokens make 9 slots: 3 blocks, of which the prompt's one full block is shared. 1 + 3 x 2 = 7."""

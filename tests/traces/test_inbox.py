@@ -72,6 +72,8 @@ def test_a_request_carries_the_fields_and_the_tokens_of_its_row():
     assert (request.arrival_ns, request.priority, request.tenant) == (3, 2, "t")
     assert (request.session_id, request.turn) == ("s", 0)
     assert (request.cancel_after_ns, request.sampling) == (9, sampling)
+    declared = to_request(given_row._replace(max_tokens=40), 100, 3, sampling)
+    assert declared == request.replace(sampling=SamplingParams(temperature=0.5, max_tokens=40))
     free = to_request(TraceRequest("b", 4, given_row.prompt, None), 100)
     assert (free.forced_output, free.arrival_ns) == (None, 4)
 

@@ -57,6 +57,7 @@ def test_every_field_is_read(tmp_path):
     row = {
         "request_id": "a", "arrival_time": 1.5, "prompt_token_ids": [3, 1, 2], "output_token_ids": [9], "priority": -2,
         "tenant": "t", "session_id": "s", "turn": 0, "cancel_after": 0.25, "deadline": 1.5, "cache_salt": "pepper",
+        "max_tokens": 90,
     }  # fmt: skip
     later = request("b", session_id="s", turn=1, think_time=2)
     del later["arrival_time"]
@@ -64,7 +65,8 @@ def test_every_field_is_read(tmp_path):
     first, second = trace.rows
     assert first == TraceRequest(
         "a", 1_500_000_000, (TokenIds(array("i", [3, 1, 2])),), TokenIds(array("i", [9])), -2, "t", "s", 0,
-        cancel_after_ns=250_000_000, deadline_ns=1_500_000_000, cache_salt="pepper", place=f"{tmp_path}/t.jsonl:1",
+        cancel_after_ns=250_000_000, deadline_ns=1_500_000_000, cache_salt="pepper", max_tokens=90,
+        place=f"{tmp_path}/t.jsonl:1",
     )  # fmt: skip
     assert (second.think_ns, second.arrival_ns, second.turn) == (2 * 10**9, first.arrival_ns, 1)
     assert prompt_of(second)[:4].tolist() == [3, 1, 2, 9]
@@ -282,6 +284,7 @@ BAD_ROWS = [
     ({**GOOD, "prompt_tokens": -4}, "field 'prompt_tokens' is -4"),
     ({**GOOD, "prompt_tokens": 1.5}, r"field 'prompt_tokens' is 1\.5"),
     ({**GOOD, "prompt_tokens": 10**12}, "field 'prompt_tokens' is 1000000000000"),
+    ({**GOOD, "max_tokens": 0}, "field 'max_tokens' is 0; expected a whole number of tokens from 1"),
     ({**GOOD, "output_tokens": 0}, "field 'output_tokens' is 0"),
     ({"arrival_time": 0, "prompt_token_ids": []}, r"field 'prompt_token_ids' is \[\]; expected a list of at least one"),
     ({"arrival_time": 0, "prompt_token_ids": [1, -2]}, r"field 'prompt_token_ids\[1\]' is -2; expected a token id"),
@@ -356,7 +359,8 @@ def trace_rows(draw):
         output=draw(st.none() | parts), priority=draw(st.integers(-(2**31), 2**31 - 1)), tenant=draw(st.none() | names),
         session_id=draw(names) if in_session else None, turn=draw(st.integers(0, 10**6)) if in_session else None,
         think_ns=draw(st.none() | instants) if in_session else None, cancel_after_ns=draw(st.none() | instants),
-        deadline_ns=draw(st.none() | instants), cache_salt=draw(st.none() | names), place=draw(st.just("") | names),
+        deadline_ns=draw(st.none() | instants), cache_salt=draw(st.none() | names),
+        max_tokens=draw(st.none() | st.integers(1, 10**6)), place=draw(st.just("") | names),
     )  # fmt: skip
 
 

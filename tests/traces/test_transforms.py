@@ -191,6 +191,7 @@ def test_every_field_that_matters_changes_the_fingerprint():
         {"prompt": (Span(1, 0, 9),)}, {"output": None}, {"output": Span(1, 8, 3)}, {"priority": 1}, {"tenant": None},
         {"session_id": "r"}, {"turn": 1}, {"think_ns": 0}, {"cancel_after_ns": None}, {"cancel_after_ns": 8},
         {"deadline_ns": 0}, {"deadline_ns": 1}, {"cache_salt": "a"}, {"cache_salt": "b"},
+        {"max_tokens": 7}, {"max_tokens": 8},
         {"prompt": (Span(1, 0, 8), TokenIds(array("i", [1])))}, {"prompt": (TokenIds(array("i", [1])),)},
     ]  # fmt: skip
     found = [fingerprint(Trace("x", (row._replace(**change),))) for change in changes]

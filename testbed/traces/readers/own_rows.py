@@ -34,6 +34,7 @@ FIELDS = (
     "cancel_after",
     "deadline",
     "cache_salt",
+    "max_tokens",
 )
 EXACT_FIELDS = ("arrival_ns", "think_ns", "cancel_after_ns", "deadline_ns", "prompt_parts", "output_part")
 KNOWN = frozenset((*FIELDS, *EXACT_FIELDS))
@@ -119,6 +120,7 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
         cancel_after_ns=_optional_ns(given, place, "cancel_after"),
         deadline_ns=_optional_ns(given, place, "deadline"),
         cache_salt=_optional_name(given, place, "cache_salt"),
+        max_tokens=check.token_count(given["max_tokens"], place, "max_tokens") if "max_tokens" in given else None,
         place=place,
     )
     return Draft(row, num_prompt, num_output, "request_id" in given)

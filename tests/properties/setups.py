@@ -126,12 +126,12 @@ def _changes(config: Any) -> list[str]:
 @cache
 def presets() -> dict[str, dict[str, Any]]:
     """What each scheduler that the product ships says of a `Setup`, by name; what a preset adds to another one's rules
-    (asynchronous scheduling) is tried by itself."""
+    (asynchronous scheduling, limits) is tried by itself."""
     classes = {f"{made.__module__}.{made.__name__}": name for name, made in COMPOSITIONS.items()}  # type: ignore[attr-defined]
     found: dict[str, dict[str, Any]] = {}
     for file in sorted(SCHEDULER_FILES.glob("*.yaml")):
         values = yaml.safe_load(file.read_text())
-        if "async_scheduling" in values:
+        if "async_scheduling" in values or {"composition", "kv_rules"}.isdisjoint(values):
             continue
         chosen = values.get("composition", "unified")
         setup = found[file.stem] = {"composition": chosen, "rules": KVRules(**values.get("kv_rules", {}))}

@@ -123,7 +123,7 @@ def undecided(rows: Sequence[tuple[str, Comparison]]) -> list[str]:
     name, row = max(those, key=lambda item: item[1].size)
     are = f"and {fmt.count(len(those) - 1, 'other change')} are" if len(those) > 1 else "is"
     told = f"{row.metric.label} of {name} ({interval_text(row)}, {correction_text(row)})"
-    return [f"{told} {are} undecided: more replicates or longer traces would tell."]
+    return [f"{told[0].upper()}{told[1:]} {are} undecided: more replicates or longer traces would tell."]
 
 
 def step_text(effect: Effect) -> str:

@@ -82,11 +82,6 @@ class _Subject(NamedTuple):
         return [row for row in self.rows if row.is_claim]
 
     @property
-    def untested(self) -> list[Comparison]:
-        """The changes without an interval."""
-        return [row for row in self.rows if row.verdict == "unknown" and row.estimate is not None]
-
-    @property
     def is_untested(self) -> bool:
         """Whether no metric could be tested."""
         return all(row.verdict == "unknown" for row in self.rows)
@@ -94,8 +89,9 @@ class _Subject(NamedTuple):
     def lacks_data(self, margin: float) -> bool:
         """Whether more data may show a difference: not for what is equal so far and has no interval within any trace,
         as rates and P99 ITL."""
-        within = [row for row in self.untested if row.metric in LATENCY and row.metric is not P99_ITL]
-        return self.is_untested or bool(within) or any(row.size > margin for row in self.untested)
+        untested = [row for row in self.rows if row.verdict == "unknown" and row.estimate is not None]
+        within = [row for row in untested if row.metric in LATENCY and row.metric is not P99_ITL]
+        return self.is_untested or bool(within) or any(row.size > margin for row in untested)
 
 
 def answer(
@@ -151,9 +147,9 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
         return [*same, under(_over(every), f"{pooled}{_too_little(every, margin)}")]
     if not said and not same and quiet:
         beyond = f"{_no_more_than(every, margin)}{_preempted(every)}{_asked_values(groups, question, slo)}"
-        text = f"{pooled}nothing that was compared differs beyond {beyond}{_without_interval(every)}"
-        rows = [(f"{one.average}{one.name}", row) for one in every for row in one.rows]
-        return [under(_over(every), text), *undecided(rows)][:most]
+        told = undecided([(f"{one.name}{one.average and ', on average'}", row) for one in every for row in one.rows])
+        nothing = f"nothing {'else ' if told else ''}that was compared differs"
+        return [*told, under(_over(every), f"{pooled}{nothing} beyond {beyond}{_left_open(every, ['unknown'])}")][:most]
     most -= len(same)
     if len(said) > most:
         num_told = max(1, most - 1)
@@ -199,12 +195,18 @@ def _names(rows: Sequence[Comparison]) -> list[str]:
     return list(dict.fromkeys(row.metric.label for row in rows))
 
 
-def _without_interval(subjects: Sequence[_Subject]) -> str:
-    """A suffix that names the metrics whose change has no interval, so that they are not taken for equal, with the
-    changes of a single subject."""
-    rows = [row for subject in subjects for row in subject.untested]
-    names = [f"{row.metric.label} ({change_text(row)})" for row in rows] if len(subjects) == 1 else _names(rows)
-    return f"; {fmt.listing(names)} {'have' if len(names) > 1 else 'has'} no interval" if names else ""
+_OPEN = {"undecided": ("is undecided", "are undecided"), "unknown": ("has no interval", "have no interval")}
+
+
+def _left_open(subjects: Sequence[_Subject], verdicts: Sequence[str] = (*_OPEN,)) -> str:
+    """A suffix that names the metrics whose change is undecided or has no interval, so that they are not taken for
+    equal, with the changes of a single subject."""
+    said = ""
+    for verdict in verdicts:
+        rows = [row for one in subjects for row in one.rows if row.verdict == verdict and row.estimate is not None]
+        names = [f"{row.metric.label} ({change_text(row)})" for row in rows] if len(subjects) == 1 else _names(rows)
+        said += f"; {fmt.listing(names)} {_OPEN[verdict][len(names) > 1]}" if names else ""
+    return said
 
 
 def _too_little(subjects: Sequence[_Subject], margin: float) -> str:
@@ -213,7 +215,8 @@ def _too_little(subjects: Sequence[_Subject], margin: float) -> str:
     if all(subject.is_untested for subject in subjects):
         return said
     names = _names([row for subject in subjects for row in subject.rows if row.verdict == "unknown"])
-    return f"{said}, in {fmt.listing(names)}; no difference beyond {_no_more_than(subjects, margin)} in the rest"
+    rest = f"no difference beyond {_no_more_than(subjects, margin)} in the rest{_left_open(subjects, ['undecided'])}"
+    return f"{said}, in {fmt.listing(names)}; {rest}"
 
 
 def _no_more_than(subjects: Sequence[_Subject], margin: float) -> str:
@@ -235,7 +238,7 @@ def _quiet(quiet: Sequence[tuple[str, _Subject]], claimed: Container[str], margi
         names = fmt.listing([name.removeprefix(average) for name in subjects])
         names = f"{average}{names}" if len(subjects) <= _MAX_NAMED else f"{len(subjects)} more comparisons"
         none = f"no difference beyond {_no_more_than(every, margin)}{_preempted(every)}"
-        text = f"{pooled}{names} show{'s' * (len(subjects) == 1)} {none}{_without_interval(every)}"
+        text = f"{pooled}{names} show{'s' * (len(subjects) == 1)} {none}{_left_open(every)}"
         found += [under(at or _over(every), text)] if subjects else []
     return found
 

@@ -85,10 +85,18 @@ def test_what_only_the_correction_keeps_from_a_claim_is_not_called_noise() -> No
     rows = [open_, replace(open_, metric=LATENCY[1], verdict="inside the noise"), replace(open_, arm="b")]
     said = answer([Compared("", BASE, rows, ())], None)
     assert said == [
-        "Nothing that was compared differs beyond the noise.",
-        "mean TTFT of a against base (+65\u00a0% [+11,\u00a0+146], corrected p = 0.055) and 1 other change are "
+        "Mean TTFT of a against base (+65\u00a0% [+11,\u00a0+146], corrected p = 0.055) and 1 other change are "
         "undecided: more replicates or longer traces would tell.",
+        "Nothing else that was compared differs beyond the noise.",
     ]
+    effects = [Effect("x.a", 0, 1, open_, (("base", "a"),), None)]
+    (averaged, *_) = answer([Compared("", BASE, rows[:1], effects)], None)
+    assert averaged.startswith("Mean TTFT of a 1 instead of 0, on average (+65")
+    (_, beside) = answer([Compared("", BASE, [open_, row("b", 0, 0.7)], ())], None)
+    assert beside == "a against base shows no difference beyond the noise; mean TTFT (+65\u00a0%) is undecided."
+    untested = replace(open_, metric=LATENCY[2], verdict="unknown")
+    (little,) = answer([Compared("", BASE, [*rows[:2], untested], ())], None)
+    assert little.endswith("no difference beyond the noise in the rest; mean TTFT (+65\u00a0%) is undecided.")
     (told, *_) = answer([Compared("", BASE, [open_, row("a", 2, 0.3)], ())], None, "mean TTFT?")
     assert told.endswith("; undecided in mean TTFT (+65\u00a0%).")
 

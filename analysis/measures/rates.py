@@ -8,6 +8,7 @@ until half have; if all came at once, until the run ends.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ def rated_until_ns(requests: Requests, start_ns: int, end_ns: int) -> int:
         return end_ns
     num_left = requests.sum(lambda piece: (~piece.is_known("finish_ns")).sum())
     ends = {"": Pool(np.full(num_left, float(end_ns)))}
-    half_ns = pooled_distributions(ends, lambda: iter([("", _ends(requests))]))[""]["p50"]
+    spare = [np.full(1 - len(requests) % 2, float(start_ns))]  # the median of an odd number is one of them
+    half_ns = pooled_distributions(ends, lambda: iter([("", chain(spare, _ends(requests)))]))[""]["p50"]
     return end_ns if half_ns is None else min(max(last_ns, int(half_ns)), end_ns)
 
 

@@ -25,7 +25,7 @@ from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import BoolArray, FloatArray, as_rows
 
-SUMMARY_VERSION = 22  # another one with every change below: `Run.summary` then sums up older runs anew
+SUMMARY_VERSION = 23  # another one with every change below: `Run.summary` then sums up older runs anew
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max

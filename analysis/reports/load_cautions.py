@@ -126,7 +126,7 @@ def left_out_start(arms: Sequence[Arm]) -> Iterator[str]:
         yield (
             f"The requests that came in the first {_warmup_s(runs[0]):g} s of each run (report.warmup_s), "
             f"{fmt.number(left)} of {fmt.number(left + kept)}, count in no latency and no SLO attainment; throughput "
-            "and goodput are of all that ended after these seconds."
+            "and goodput count those of them, too, that ended after these seconds."
         )
 
 

@@ -141,6 +141,9 @@ def _by_cells(effect: Effect, margin: float) -> tuple[str, ...]:
     return about, *(f"{change_text(end)} with {end.arm}" for end in effect.ends), f"apart by {by}"
 
 
+_OF_RATES = "rates: until the last request came, or on until half had ended; if all came at once, to the end"
+
+
 def setup_table(caption: str, runs: Sequence[Run]) -> Table:
     """The setup of the runs: one row for each fact, with the values joined if runs differ."""
 
@@ -182,7 +185,7 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("pace of the replay", values("replay", "pace")),
         ("a probe's median time over what it should take", values("replay", "probe", "slowness", "p50")),
         ("code version", values("code_version")),
-        ("time base", "; ".join(dict.fromkeys(str(run.summary.get("time_base")) for run in runs))),
+        ("time base", "; ".join([*dict.fromkeys(str(run.summary.get("time_base")) for run in runs), _OF_RATES])),
         ("checks of the records", "; ".join(dict.fromkeys(outline(run.summary["checks"]) for run in runs))),
     ]
     rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text not in ("", fmt.NOTHING))
@@ -191,8 +194,10 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
 
 def _apart(runs: Sequence[Run]) -> str:
     """Every setting that is not the same in all arms, as a preset's own are, with its values: "cache.watermark 0/0.01".
-    Those of models and devices are left to their names."""
-    keys = [key for key in swept_keys(runs) if is_policy(key) and key.partition(".")[0] not in ("model", "device")]
+    Those of models and devices that differ in their names are left to these."""
+    keys = [key for key in swept_keys(runs) if is_policy(key)]
+    named = {room for room in ("model", "device") if f"{room}.name" in keys}
+    keys = [key for key in keys if key.partition(".")[0] not in named]
     levels = {key: [run.flat_config.get(key) for run in runs] for key in keys}
     return "; ".join(
         f"{key} {'/'.join(dict.fromkeys('null' if one is None else level_text(key, one) for one in of_key))}"

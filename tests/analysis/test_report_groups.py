@@ -197,13 +197,15 @@ def test_a_class_of_ones_own_is_told_once_with_every_value_of_its_parameters(tmp
     for place, folder in enumerate(write_runs(tmp_path, chunked=BOTH, seed=[0, 1], **FEW)):
         change_config(folder, cost={"_target_": "mine.Noisy", "of": "roofline", "seed": place % 2})
         if place >= 2:  # decode_first
+            change_config(folder, model__dtype="float16", device__name="other", device__num_sms=1)
             change_config(folder, scheduler__victim={"_target_": "mine.Last"}, scheduler__watermark=0.01)
         change_manifest(folder, identity={"classes": {"mine": "0123456789"}})
     rows = {row[0].text: row[1].text for row in tables.setup_table("", load_sweep(tmp_path).runs).rows}
     assert rows["the arms differ in"] == (
         "scheduler.name prefill_first/decode_first; scheduler.victim._target_ null/mine.Last; "
-        "scheduler.watermark null/0.01"
+        "scheduler.watermark null/0.01; model.dtype null/float16"
     )
+    assert "; rates: until the last request came, " in rows["time base"]
     assert rows["classes of one's own"] == (
         "cost = mine.Noisy(of=roofline, seed=0/1), file 01234567; "
         "decode_first: scheduler.victim = mine.Last(), file 01234567"

@@ -308,7 +308,7 @@ def judge(rows: Sequence[Comparison], margin: float, compared: Sequence[Hashable
 
 def _is_of_engine(said: Verdict, row: Comparison, margin: float) -> bool:
     """Whether the engine's noise covers the verdict: the change, or the margin of an equivalence, is within it."""
-    least = {"higher": 0.0, "lower": 0.0, "equivalent": math.log1p(margin)}.get(said)
+    least = {"higher": 0.0, "lower": 0.0, "undecided": 0.0, "equivalent": math.log1p(margin)}.get(said)
     if least is None or row.noise is None or row.estimate is None:
         return False
     return max(abs(row.log_ratio), least) <= math.log1p(row.noise)

@@ -265,6 +265,8 @@ def test_p_values_are_corrected_over_the_arms_of_a_metric_and_then_over_the_metr
         ("a", LATENCY[0]): ("higher", 0.04), ("a", LATENCY[1]): ("higher", 0.04),  # by Holm 0.02 and 0.04
         ("b", LATENCY[0]): ("undecided", 0.08), ("b", LATENCY[1]): ("undecided", 0.5),  # 0.04 and 0.5
     }  # fmt: skip
+    measured = judge([replace(row, noise=0.25) for row in rows], 0.02, [row.arm for row in rows])
+    assert {row.verdict for row in measured} == {"inside the engine's noise"}, "more replicates would not tell"
 
 
 def test_the_margin_of_a_share_is_one_of_the_baselines() -> None:

@@ -202,7 +202,7 @@ def over_swept(swept: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
     from analysis.naming import is_of_trace, is_seed  # not at the top: the package imports Arrow, which is slow
 
     given = {item.partition("=")[0].lstrip("+"): item for item in overrides}
-    of_arms = [key for key in given if not is_seed(key) and not is_of_trace(f"{key}.")]
+    of_arms = [key for key in given if not is_seed(key) and not is_of_trace(key) and key != "trace"]
     asks_else = bool(swept) and any(parsed(given[key]).is_sweep_override() for key in of_arms if key not in swept)
     values = {key: f"{key}={value}" for key, value in swept.items()}
     if asks_else:

@@ -9,6 +9,7 @@ import pytest
 
 from analysis.load import load_sweep
 from experiments.configuration.options import options
+from experiments.configuration.overrides import with_swept
 from tests.analysis.runs import change_manifest
 from tests.experiments.kit import SHORT, TINY, Said, Say, manifest_of, option, write_rows
 
@@ -269,6 +270,11 @@ def test_a_classic_study_as_shipped_is_long_enough_to_answer(tmp_path: Path, say
     say("report", str(tmp_path), "--out", str(tmp_path / "r.html")).success()
     answer = (tmp_path / "r.md").read_text().partition("## Answer")[2].partition("##")[0]
     assert "preemption swap against preemption recompute: better in mean TTFT (−19" in answer
+
+
+@pytest.mark.parametrize("load", ["backend.speed=1,2", "trace=azure,mooncake", "+trace.rate=8,9", "seed=3,4"])
+def test_another_load_leaves_a_study_its_question(load: str) -> None:
+    assert not [item for item in with_swept(["experiment=watermark", load]) if item.startswith("report.")]
 
 
 @pytest.mark.parametrize(

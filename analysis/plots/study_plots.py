@@ -67,13 +67,15 @@ def _cdf_panel(axes: Axes, samples: Mapping[str, tuple[FloatArray, FloatArray]],
         axes.set_xlabel(f"{title} (ms)")
         return
     factor, unit = style.time_unit(everything)
+    end = float(np.quantile(everything, 0.995, method="higher"))
     for index, (label, (observed, censored)) in enumerate(curves.items()):
         if observed.size:
             values, cdf = km_steps(observed, censored)
             keep = np.unique(np.linspace(0, values.size - 1, MAX_POINTS).astype(int))
-            x, look = np.append(values[keep[0]], values[keep]) * factor, style.series_style(index)
+            # not beyond the panel: its left margin would be a part of the tail
+            x = np.minimum(np.append(values[keep[0]], values[keep]), 1.1 * end) * factor
+            look = style.series_style(index)
             axes.plot(x, np.append(0.0, cdf[keep]), drawstyle="steps-post", label=style.literal(label), **look)
-    end = float(np.quantile(everything, 0.995, method="higher"))
     style.log_if_wide(axes.xaxis, np.minimum(everything, end) * factor, ratio=5.0)
     axes.set_xlim(right=1.02 * end * factor)
     axes.set_ylim(0.0, 1.02)

@@ -241,6 +241,13 @@ def test_a_distribution_is_shown_up_to_the_tail_of_all_runs_together(num, end_ms
     assert axes.get_xlabel() == label
 
 
+def test_a_long_tail_takes_no_room_before_a_distribution():
+    values = np.append(np.linspace(2e-3, 5e-3, 999), 9.0)
+    _, ((axes,),) = style.grid(1, 1, 2.0)
+    _cdf_panel(axes, {"a": (values, np.empty(0))}, "TPOT")
+    assert 1.5 < axes.get_xlim()[0] < 2.0, "in ms, as all but one are from 2 to 5"
+
+
 def test_a_name_with_dollar_signs_is_no_mathematics(runs, tmp_path):
     name, run = r"mine(pattern=$x\foo$)", runs["decode_first"]
     rows = [Comparison(name, LATENCY[0], 1.0, mean_t(np.log([1.1, 1.15]), "log_ratio"), "higher", base=2.0)]

@@ -178,6 +178,8 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("CPU KV blocks", values("num_cpu_blocks") if any(run.has_swapped for run in runs) else fmt.NOTHING),
         ("replicas, each with blocks of its own", values("num_replicas") if is_fleet else fmt.NOTHING),
         ("router", values("router") if is_fleet else fmt.NOTHING),
+        ("scheduler", values("scheduler")),
+        ("given to all runs", _given_to_all(runs)),
         ("the arms differ in", _apart(runs)),
         ("classes of one's own", _own_classes(runs)),
         ("commands were given in", values("started_in")),
@@ -190,6 +192,13 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
     ]
     rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text not in ("", fmt.NOTHING))
     return Table(caption, ("", ""), rows)
+
+
+def _given_to_all(runs: Sequence[Run]) -> str:
+    """The policies' settings that every command gave, as no arm's name has them: "scheduler.queue_order=sjf; …"."""
+    first, *others = [run.manifest.get("given") or {} for run in runs]
+    alike = {key: value for key, value in first.items() if all(one.get(key) == value for one in others)}
+    return "; ".join(f"{key}={value}" for key, value in alike.items() if "." in key and is_policy(key))
 
 
 def _apart(runs: Sequence[Run]) -> str:

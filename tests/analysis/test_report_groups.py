@@ -212,6 +212,14 @@ def test_a_class_of_ones_own_is_told_once_with_every_value_of_its_parameters(tmp
     )
 
 
+def test_the_setup_has_the_preset_and_what_every_command_gave_in_no_arm_s_name(tmp_path):
+    for place, folder in enumerate(write_runs(tmp_path, chunked=BOTH, **FEW)):
+        given = {"scheduler": "vllm_v0", "scheduler.queue_order": "sjf", "cache.watermark": str(place), "seed": "3"}
+        change_manifest(folder, scheduler="vllm_v0", given=given)
+    rows = {row[0].text: row[1].text for row in tables.setup_table("", load_sweep(tmp_path).runs).rows}
+    assert (rows["scheduler"], rows["given to all runs"]) == ("vllm_v0", "scheduler.queue_order=sjf")
+
+
 def test_what_is_equal_in_all_arms_takes_no_column(tmp_path):
     metrics = [Metric(name, name, 0, fmt.number) for name in ("sent", "preempted", "swapped", "unknown")]
     arms = []

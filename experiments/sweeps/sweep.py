@@ -125,7 +125,10 @@ def _choices(parsed: list[Override], library: Library) -> dict[str, list[str]]:
         if key == "experiment" and len(choices[key]) > 1:
             raise ConfigError(f"{item.input_line}: an overlay brings keys to sweep along; run one experiment at a time")
         if len(choices[key]) > 1 and key.partition(".")[0] in JUDGING:
-            raise ConfigError(f"{key} decides nothing of a run, so its values are not swept: give it to testbed report")
+            raise ConfigError(
+                f"{key} decides nothing of a run, so its values are not swept: give one, and repeat the command with "
+                "the next; finished runs are then judged by it, not run again"
+            )
     return choices
 
 

@@ -101,7 +101,8 @@ def test_what_only_judges_a_run_runs_nothing_again(tmp_path: Path, say: Say) -> 
         assert (run.config["report"]["question"], run.config["slo"]["ttft_s"]) == ("Why?", 0.5)
         assert run.summary["slo"]["attainment"] is not None
     assert "restated" not in sweep(say, tmp_path / "s", POINTS, "slo.ttft_s=0.5", "report.question=Why?").out
-    assert "decides nothing of a run" in sweep(say, tmp_path / "s", "slo.ttft_s=1,2").error()
+    error = sweep(say, tmp_path / "s", "slo.ttft_s=1,2").error()
+    assert "slo.ttft_s decides nothing of a run, so its values are not swept: give one, and repeat the command" in error
 
 
 @pytest.mark.parametrize("question", ["Does it, or not?", "[is it] (P99), {c}: what's better", '"a, b"'])

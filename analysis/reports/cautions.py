@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -98,8 +99,8 @@ def lost(arms: Sequence[Arm], incomplete: Sequence[tuple[Path, str]], start: Pat
     for name, entries in whose.items():
         runs = fmt.count(len(entries), "run") + (f" of {name} failed" if name else " failed")
         are = "is" if len(entries) == 1 else "are"
-        by_reason = grouped(entries, lambda entry: entry[1])
-        why = [_where([path for path, _ in those], start) + f": {reason}" for reason, those in by_reason.items()]
+        by_reason = grouped(entries, lambda entry: re.sub(r"\d", "", entry[1]))  # the same of other requests is one
+        why = [_where([path for path, _ in those], start) + f": {those[0][1]}" for those in by_reason.values()]
         yield f"{runs} or did not end, and {are} left out ({'; '.join(why)})."
     yield from _ignoring(arms)
     yield from _cut(arms)

@@ -380,11 +380,11 @@ def test_runs_that_an_interrupted_sweep_left_are_one_sentence(tmp_path):
             folder = tmp_path / f"{num}-{seed}"
             folder.mkdir()
             (folder / "manifest.json").write_text(json.dumps({"swept": {"cache.block_size": num}}))
-            missing.append((folder, "interrupted" if num == 1 else "interrupted before it began"))
+            missing.append((folder, f"interrupted at {seed}" if num == 1 else "interrupted before it began"))
     (said,) = lost(arms, missing, tmp_path)
     assert said == (
-        "16 runs of 8 arms failed or did not end, and are left out (1-0 and 1 more: interrupted; 2-0 and 13 more: "
-        "interrupted before it began)."
+        "16 runs of 8 arms failed or did not end, and are left out (1-0 and 1 more: interrupted at 0; 2-0 and 13 "
+        "more: interrupted before it began)."
     )
     assert len([*lost(arms, missing[:4], tmp_path)]) == 2, "an arm each"
 

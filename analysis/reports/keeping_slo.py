@@ -30,8 +30,10 @@ def kept_briefly(groups: Sequence[Compared], slo: SLO) -> str:
     shares, write = sorted(_shares(groups, slo)), SLO_METRICS[0].write
     if not shares:
         return ""
+    if not shares[-1]:
+        return "no request keeps the SLO in any arm"
     span = " to ".join(dict.fromkeys((write(shares[0]), write(shares[-1]))))
-    claim = ", with no claim of a difference" if shares[0] < _WELL else ""
+    claim = ", with no claim of a difference" if shares[0] < min(_WELL, shares[-1]) else ""
     return f"every arm keeps the SLO for {span} of the requests{claim}"
 
 

@@ -37,6 +37,10 @@ def test_what_the_question_does_not_ask_and_no_claim_tells_apart_is_one_short_se
             shares = sorted({fmt.share(mean_over_replicates(arm, SLO_METRICS[0], slo)) for arm in arms})
             claim = ", with no claim of a difference" * (limit_s < 1)
             assert others[-1] == f"Every arm keeps the SLO for {' to '.join(shares)} of the requests{claim}."
+    rows = [row(arms[1].name, 0, 0.3)]
+    assert answer([Compared("", arms, rows, ())], SLO(ttft_s=1e-9))[-1] == "No request keeps the SLO in any arm."
+    alone = answer([Compared("", [arms[0], arms[0]], rows, ())], SLO(ttft_s=0.03))[-1]
+    assert alone.endswith(" of the requests."), "equal shares call for no claim"
 
 
 def test_every_factor_has_a_sentence_before_a_second_one_on_another() -> None:

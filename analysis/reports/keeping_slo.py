@@ -111,15 +111,15 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], margin: fl
 
 def best_within(group: Compared, slo: SLO, margin: float) -> str:
     """A clause on the arm with the highest goodput over the replicates that all arms have, and on arms that cannot be
-    distinguished from it. "" if no arm has more than the baseline beyond the noise. Arms of another cost model than the
-    baseline's are left out."""
+    distinguished from it. "" if no arm has more than the baseline beyond the noise, and of two arms, of which their
+    shares and the claim tell it. Arms of another cost model than the baseline's are left out."""
     share, goodput = SLO_METRICS
     base, rows = group.arms[0], [row for row in group.rows if row.metric is goodput and not row.is_of_prices]
     better = [row for row in rows if row.verdict == "higher"]
     arms = on_shared_traces([arm for arm in group.arms if same_prices(arm, base)])
     of_arm = {arm.name: mean_over_replicates(arm, goodput, slo) or 0.0 for arm in arms}
     best = max(arms, key=lambda arm: of_arm[arm.name])
-    if not better or best.name == base.name:
+    if not better or best.name == base.name or len(group.arms) == 2:
         return ""
     told = [
         f"{goodput.write(of_arm[arm.name])} ({share.write(mean_over_replicates(arm, share, slo))} of its requests)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import cast
 
@@ -14,14 +16,14 @@ from analysis.comparison.effects import Compared, Effect
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
 from analysis.measures.statistics import Estimate, Verdict
-from analysis.reports.first_screen import answer
+from analysis.reports.first_screen import MAX_SENTENCES, answer
 from tests.analysis.runs import write_runs
 from tests.analysis.test_first_screen import BASE, row
 
 
 @pytest.fixture
 def arms(tmp_path: Path) -> list[Arm]:
-    return infer_arms([*map(load_run, write_runs(tmp_path, chunked=[False, True], seed=[0, 1], num_requests=30))])
+    return infer_arms([*map(load_run, write_runs(tmp_path, chunked=[False, True], seed=[*range(5)], num_requests=30))])
 
 
 def test_what_the_question_does_not_ask_and_no_claim_tells_apart_is_one_short_sentence_at_the_end(
@@ -41,6 +43,32 @@ def test_what_the_question_does_not_ask_and_no_claim_tells_apart_is_one_short_se
     assert answer([Compared("", arms, rows, ())], SLO(ttft_s=1e-9))[-1] == "No request keeps the SLO in any arm."
     alone = answer([Compared("", [arms[0], arms[0]], rows, ())], SLO(ttft_s=0.03))[-1]
     assert alone.endswith(" of the requests."), "equal shares call for no claim"
+
+
+def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> None:
+    slo, goodput = SLO(ttft_s=0.01), SLO_METRICS[1]
+    change = Estimate(0.3, 0.2, 0.4, 5, "paired t", "log_ratio")
+    cases: tuple[tuple[Verdict, bool], ...] = (("higher", True), ("inside the noise", False))
+    three = [*arms, replace(arms[0], name="third")]
+    for (verdict, is_claim), compared in product(cases, (arms, three)):
+        rows = [Comparison(arms[1].name, goodput, 4.0, change, verdict)]
+        said = answer([Compared("", compared, rows, ())], slo, "Which keeps the SLO?")
+        is_named = any("serves most within the SLO" in text for text in said)
+        assert is_named == (is_claim and compared is three), "of two arms the shares and the claim tell it"
+        assert "the SLO" in said[0], "whether it is kept comes first"
+        assert len(said) <= MAX_SENTENCES
+
+
+def test_the_most_goodput_at_each_load_is_told_or_counted_however_few_sentences_there_are(arms: list[Arm]) -> None:
+    change = Estimate(0.3, 0.2, 0.4, 5, "paired t", "log_ratio")
+    rows = [Comparison(arms[1].name, SLO_METRICS[1], 4.0, change, "higher"), row("b", 0, 0.1)]
+    three = [*arms, replace(arms[0], name="third")]
+    groups = [Compared(f"{rate} requests/s", three, rows, ()) for rate in (1, 2, 3)]
+    for most, num_left in ((5, 5), (4, 6), (3, 7)):  # of three on goodput and six on arms
+        _, first, *_, left, same = answer(groups, SLO(ttft_s=0.01), "What goodput?", most=most + 2)
+        assert "third took the same decisions as" in same
+        assert "serves most within the SLO" in first
+        assert left.startswith(f"{num_left} more differences"), left
 
 
 def test_every_factor_has_a_sentence_before_a_second_one_on_another() -> None:

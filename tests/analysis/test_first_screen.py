@@ -27,7 +27,7 @@ from analysis.comparison.fidelity import error_table
 from analysis.comparison.pairs import Pair
 from analysis.load import load_run
 from analysis.measures.metrics import SLO
-from analysis.measures.statistics import Estimate, Verdict
+from analysis.measures.statistics import Estimate
 from analysis.reports.asked import asks_beside_slo, observed, without_interval
 from analysis.reports.figures import telling
 from analysis.reports.first_screen import MAX_SENTENCES, answer, conditions
@@ -292,28 +292,6 @@ def test_one_arm_at_many_loads_is_described_at_the_first_few(arms: list[Arm]) ->
     assert only.endswith("served. No other arm ran on its trace, so nothing is compared.")
     (values,) = observed(groups[:4], "What is the P99 ITL?", None)
     assert values.endswith("; 1 more load is in the tables.")
-
-
-def test_the_most_goodput_is_named_only_where_it_is_a_claim(arms: list[Arm]) -> None:
-    slo, goodput = SLO(ttft_s=0.01), SLO_METRICS[1]
-    change = Estimate(0.3, 0.2, 0.4, 5, "paired t", "log_ratio")
-    cases: tuple[tuple[Verdict, bool], ...] = (("higher", True), ("inside the noise", False))
-    for verdict, is_named in cases:
-        rows = [Comparison(arms[1].name, goodput, 4.0, change, verdict)]
-        said = answer([Compared("", arms, rows, ())], slo, "Which keeps the SLO?")
-        assert any("serves most within the SLO" in text for text in said) is is_named
-        assert "the SLO" in said[0], "whether it is kept comes first"
-        assert len(said) <= MAX_SENTENCES
-
-
-def test_the_most_goodput_at_each_load_is_told_or_counted_however_few_sentences_there_are(arms: list[Arm]) -> None:
-    change = Estimate(0.3, 0.2, 0.4, 5, "paired t", "log_ratio")
-    rows = [Comparison(arms[1].name, SLO_METRICS[1], 4.0, change, "higher"), row("b", 0, 0.1)]
-    groups = [Compared(f"{rate} requests/s", arms, rows, ()) for rate in (1, 2, 3)]
-    for most, num_left in ((5, 5), (4, 6), (3, 7)):  # of three on goodput and six on arms
-        _, first, *_, left = answer(groups, SLO(ttft_s=0.01), "What goodput?", most=most + 1)
-        assert "serves most within the SLO" in first
-        assert left.startswith(f"{num_left} more differences"), left
 
 
 def test_whether_the_slo_is_kept_is_said_first(arms: list[Arm]) -> None:

@@ -26,11 +26,13 @@ def rated_until_ns(requests: Requests, start_ns: int, end_ns: int) -> int:
     last_ns = max(int(piece.whole("arrival_ns").max(initial=start_ns)) for piece in requests.pieces())
     if last_ns <= start_ns:
         return end_ns
+    if 2 * requests.sum(lambda piece: (piece.numbers("finish_ns") <= last_ns).sum()) >= len(requests):
+        return min(last_ns, end_ns)
     num_left = requests.sum(lambda piece: (~piece.is_known("finish_ns")).sum())
     ends = {"": Pool(np.full(num_left, float(end_ns)))}
     spare = [np.full(1 - len(requests) % 2, float(start_ns))]  # the median of an odd number is one of them
     half_ns = pooled_distributions(ends, lambda: iter([("", chain(spare, _ends(requests)))]))[""]["p50"]
-    return end_ns if half_ns is None else min(max(last_ns, int(half_ns)), end_ns)
+    return end_ns if half_ns is None else min(int(half_ns), end_ns)
 
 
 def _ends(requests: Requests) -> Iterable[FloatArray]:

@@ -39,8 +39,8 @@ LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E latency"}
 def latency_cdf(runs: Runs, *, is_narrow: bool = False, ax: OwnAxes | None = None) -> AxesArray:
     """Distribution functions of TTFT, TPOT and E2E, one curve for each run; Kaplan-Meier's if requests are censored.
 
-    An axis ends at the P99.5 of all runs' values together, if there are 200; longer tails leave the panel. If a curve
-    ends within it below 1, requests were not finished (or not started) when the run ended. Returns Axes `[3]`.
+    An axis ends at the P99.5 of all runs' values together, if there are more than 200; longer tails leave the panel. If
+    a curve ends within it below 1, requests were not finished (or not started) when the run ended. Returns Axes `[3]`.
     """
     runs = runs_of(runs)
     with style.styled(ax):

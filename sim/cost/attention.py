@@ -1,4 +1,5 @@
-"""The roofline's time of one attention kernel over the chunks and decodes of a step, counted in tiles of query rows.
+"""The roofline's time of one attention kernel over the chunks of a step, and its decodes unless they have their own,
+counted in tiles of query rows.
 
 A tile is a number of query rows of one head; if the kernel packs heads, of all heads that read the same K and V. It
 iterates over all keys that its last row sees. A tile that is partly masked or not full takes as long as a full one.

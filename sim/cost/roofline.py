@@ -84,17 +84,12 @@ class RooflineCost:
         self._qo_ns_per_token = layers * 2 * self._q_size * model.activation_dtype_bytes * self._ns_per_byte
         self._attention_ns_per_pair = layers * 4 * self._q_size * 1e9 / (rate * device.attention_efficiency)
         self._decode_attention_floor_ns = slow * layers * device.decode_attention_floor_ns
-        num_heads, group = self._q_size // model.head_dim, max(1, self._q_size // self._kv_size)
         kernel = self.config.mixed_attention or device.mixed_attention
         self._splits = kernel == "split"  # then its kernel for prefills is as the device's
         is_checked = device.kind == "cpu" or CHECKED.get(device.name) == kernel
         self.unchecked = "" if is_checked else f"{kernel} on {device.name}"  # of mixed steps
-        self._mixed = MixedAttention(
-            device, layers, num_heads, group, layout.sliding_window,
-            packs_heads=(device.mixed_attention if self._splits else kernel) == "packed",
-            ns_per_pair=self._attention_ns_per_pair, kv_ns_per_token=self._kv_ns_per_token,
-            qo_ns_per_token=self._qo_ns_per_token,
-        )  # fmt: skip
+        packs_heads = (device.mixed_attention if self._splits else kernel) == "packed"
+        self._mixed = self._kernel_of_mixed(device, layout.sliding_window, packs_heads)
         self._small_kernels = self._elements_of_small_kernels()
         self._cached_bytes = device.cache_bytes // 4  # as the measured tables of activations of two devices show
         self._gemm_floor_ns, self._kernel_floor_ns = slow * device.gemm_floor_ns, slow * device.kernel_floor_ns
@@ -117,6 +112,14 @@ class RooflineCost:
         self._dense: dict[int, int] = {}  # tokens in the batch -> ns of the operators that depend on nothing else
         self._of_experts: dict[tuple[int, int], dict[str, int]] = {}  # tokens, rows -> ns of router and experts
         self._sampled: dict[int, tuple[int, int]] = {}  # rows that need logits -> (LM head, sampler)
+
+    def _kernel_of_mixed(self, device: DeviceSpec, window: int | None, packs_heads: bool) -> MixedAttention:
+        num_heads, group = self._q_size // self._model.head_dim, max(1, self._q_size // self._kv_size)
+        return MixedAttention(
+            device, self._model.num_hidden_layers, num_heads, group, window, packs_heads=packs_heads,
+            ns_per_pair=self._attention_ns_per_pair, kv_ns_per_token=self._kv_ns_per_token,
+            qo_ns_per_token=self._qo_ns_per_token,
+        )  # fmt: skip
 
     def price(self, shape: BatchShape) -> Spans:
         num_decodes, prefills = shape.num_decodes, shape.prefills

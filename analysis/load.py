@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from analysis.describe import run_lines, sweep_lines
-from analysis.measures.metrics import SLO
 from analysis.measures.occupancy import run_end_ns
+from analysis.measures.slo import SLO
 from analysis.measures.summary import SUMMARY_VERSION, summarise
 from analysis.naming import align, as_cell
 from analysis.reading.files import read_json, read_manifest, read_said
@@ -95,8 +95,7 @@ class Run:
     @property
     def slo(self) -> SLO | None:
         """The SLO in the run's configuration; None if it sets no limit."""
-        names = [limit.name for limit in fields(SLO)]
-        return SLO.parse({name: self.flat_config.get(f"slo.{name}") for name in names})
+        return SLO.parse({item.name: self.flat_config.get(f"slo.{item.name}") for item in fields(SLO)})
 
     def summary_under(self, slo: SLO | None) -> dict[str, Any]:
         """The summary with attainment and goodput under `slo` (None: the run's own SLO); computed once for each SLO."""

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -213,8 +212,8 @@ def _report(arguments: list[str]) -> int:
 
 def _limits(text: str | None) -> dict[str, float] | None:
     """Returns the limits given by --slo. Raises ConfigError if the text is invalid."""
-    from analysis.measures.metrics import SLO
-    from experiments.configuration.settings import SloConfig
+    from analysis.measures.slo import LIMITS
+    from experiments.configuration.settings import check_limits
     from testbed.checks import choose
 
     if text is None:
@@ -223,9 +222,10 @@ def _limits(text: str | None) -> dict[str, float] | None:
         given = [item.partition("=") for item in text.split(",")]
         limits = {name: float(value) for name, _, value in given}
         for name in limits:
-            choose("a limit of --slo", name, [limit.name for limit in fields(SLO)])
+            choose("a limit of --slo", name, LIMITS)
         if len(limits) == len(given):
-            return SloConfig(**limits).limits
+            check_limits("slo", limits)
+            return limits
     except ValueError:
         raise ConfigError(f"--slo is {text!r}; expected limits in seconds, as ttft_s=0.5,tpot_s=0.05") from None
     raise ConfigError(f"--slo is {text!r}, which gives one limit twice; give each once, as ttft_s=0.5,tpot_s=0.05")

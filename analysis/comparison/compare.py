@@ -26,7 +26,7 @@ from analysis.comparison.arms import (
 from analysis.comparison.sharing import common_share, correlation
 from analysis.comparison.within import within_one_trace
 from analysis.load import Run
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.measures.statistics import (
     ALIKE,
     Estimate,

@@ -19,7 +19,7 @@ from analysis.comparison.arms import Arm, alike, grouped, level_groups, paired_r
 from analysis.comparison.compare import Comparison, Metric, judge, noise_limit, paired_values
 from analysis.comparison.sharing import common_share, correlation
 from analysis.load import Run
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.measures.statistics import ALPHA, Estimate, Scale, differences, mean_t
 from analysis.naming import level_names
 from analysis.reading.rows import FloatArray

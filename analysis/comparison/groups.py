@@ -16,7 +16,7 @@ from typing import Any
 from analysis.comparison.arms import grouped, infer_arms, is_policy, stated_replicates
 from analysis.format import count
 from analysis.load import Run, relative, swept_keys
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.naming import DECIDES, SPEED, is_of_router, is_of_trace
 from testbed.errors import RunFolderError
 

@@ -1,6 +1,6 @@
 """Whether an SLO is kept at a load: the counts of a run, the verdict on them, and over replicates where it is lost.
 
-Attainment is the share of the requests sent that keep every limit (`analysis.measures.metrics`). A load is overloaded
+Attainment is the share of the requests sent that keep every limit (`analysis.measures.slo`). A load is overloaded
 if its queue grows, by LIKELY of `analysis.measures.steadiness`. It is also overloaded if fewer than half of the
 requests (or of the sessions, if sessions arrive at a rate) are done when nearly all have arrived, as nothing shows then
 that the engine keeps up. In an overload latencies depend on the length of the trace: the load fails whatever its
@@ -18,15 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from analysis.measures.metrics import SLO, latency, meets_slo
+from analysis.measures.metrics import latency
 from analysis.measures.rates import is_within, rated_until_ns
+from analysis.measures.slo import SLO, meets_slo
 from analysis.measures.statistics import Estimate, mean_t, wilson
 from analysis.measures.steadiness import LIKELY, Customers, Waiting, waiting_of
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import FloatArray
-
-LIMITS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "longest ITL", "e2e_s": "E2E", "lateness_s": "lateness",
-          "unfinished": "unfinished"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +114,8 @@ def count_load(requests: Any, slo: SLO, end_ns: int, *, by_session: bool = False
     by_session: the rate is that of sessions, each with all its turns."""
     columns = RequestColumns.of(requests)
     completed = columns.is_completed
-    values = {name: latency(columns, name) for name in (*slo.limits, "e2e_s")}
-    over = {name: int((values[name] > limit).sum()) for name, limit in slo.limits.items()}
+    values = {name: latency(columns, name) for name in (*slo.limited, "e2e_s")}
+    over = {name: int((values[name] > slo.limits_of(columns, name)).sum()) for name in slo.limited}
     begin, end = columns.numbers("arrival_ns"), columns.numbers("finish_ns")
     if by_session:
         spans = list(Customers(Requests.of(requests)).spans())

@@ -20,42 +20,16 @@ which requests come (`rates`): throughput counts completed requests, and goodput
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from analysis.reading.frames import as_frame
 from analysis.reading.request_columns import RequestColumns
-from analysis.reading.rows import BoolArray, FloatArray
-from testbed.errors import ConfigError
+from analysis.reading.rows import FloatArray
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-@dataclass(frozen=True, slots=True)
-class SLO:
-    """Limits that a request must keep, in seconds; None is no limit. A request must keep all limits that are set.
-    lateness_s: how long after its deadline a request may be complete."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    itl_max_s: float | None = None
-    e2e_s: float | None = None
-    lateness_s: float | None = None
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """The limits that are set, by name."""
-        return {name: limit for name, limit in asdict(self).items() if limit is not None}
-
-    @classmethod
-    def parse(cls, value: SLO | Mapping[str, float | None] | None) -> SLO | None:
-        """An SLO from an SLO or a mapping of its fields; None without any limit. Raises TypeError for unknown names."""
-        slo = value if isinstance(value, SLO) or value is None else cls(**value)
-        return slo if slo is not None and slo.limits else None
 
 
 LATENCIES = (
@@ -130,25 +104,6 @@ def last_token_ns(requests: RequestColumns) -> FloatArray:
     tpot_ns = np.where(n >= 2, requests.numbers("tpot_s") * 1e9, 0.0)
     last = np.where(n >= 1, first + tpot_ns * (n - 1), np.nan)
     return np.where(np.isnan(last), np.nan, np.fmin(last, requests.numbers("finish_ns")))  # TPOT is at the client
-
-
-def meets_slo(requests: Any, slo: SLO) -> BoolArray:
-    """Which requests keep every limit `[num_requests]`. A request that is not completed does not.
-
-    A limit on TPOT or ITL does not bind a request of one token, which has neither; one on lateness binds only requests
-    that have a deadline. Raises ConfigError for a limit on ITL if the tokens' instants were not recorded.
-    """
-    columns = RequestColumns.of(requests)
-    met = columns.is_completed
-    for name, limit in slo.limits.items():
-        value = latency(columns, name)
-        if name == "itl_max_s" and (met & np.isnan(value) & (columns.whole("num_token_steps") > 1)).any():
-            raise ConfigError(
-                f"slo.itl_max_s is {limit:g}, and the run has no token times: no gap between tokens is known; leave it "
-                "out, or make the run again with record.token_times=true"
-            )
-        met &= (value <= limit) | (np.isnan(value) if name in ("tpot_s", "itl_max_s", "lateness_s") else False)
-    return met
 
 
 def jain_index(values: FloatArray) -> float | None:

@@ -14,10 +14,11 @@ import numpy as np
 from analysis.measures.checks import run_checks
 from analysis.measures.classes import classes_of, is_of
 from analysis.measures.fairness import fairness
-from analysis.measures.metrics import SLO, last_token_ns, latency, meets_slo
+from analysis.measures.metrics import last_token_ns, latency
 from analysis.measures.occupancy import Occupancy, preemption_costs, run_end_ns
 from analysis.measures.rates import is_within, rated_until_ns, throughput
 from analysis.measures.replicas import describe_replicas, fleet_step_metrics, measure, split
+from analysis.measures.slo import SLO, meets_slo
 from analysis.measures.statistics import wilson
 from analysis.measures.steadiness import steadiness
 from analysis.measures.survival import Pool, Values, distribution, pooled_distributions
@@ -25,7 +26,7 @@ from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import BoolArray, FloatArray, as_rows
 
-SUMMARY_VERSION = 23  # another one with every change below: `Run.summary` then sums up older runs anew
+SUMMARY_VERSION = 24  # another one with every change below: `Run.summary` then sums up older runs anew
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max
@@ -190,6 +191,11 @@ def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, unti
     low, high = wilson(num_met, num_sent) if num_sent else (None, None)
     return {
         "limits": slo.limits,
+        "classes": [
+            {"name": item.name, "limits": item.slo.limits, "num_requests": len(requests.where(item.selects))}
+            for item in slo.classes
+        ]
+        or None,
         "num_met": num_met,
         "attainment": num_met / num_sent if num_sent else None,
         "attainment_ci95": [low, high],

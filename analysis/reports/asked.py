@@ -23,7 +23,7 @@ from analysis.comparison.compare import (
 )
 from analysis.comparison.effects import Compared
 from analysis.load import Run
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.naming import apart
 from analysis.reports.keeping_slo import over_replicates
 

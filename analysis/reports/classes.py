@@ -10,7 +10,7 @@ from analysis.comparison.arms import Arm
 from analysis.comparison.compare import Comparison, Metric, compare, of_classes
 from analysis.comparison.effects import Compared
 from analysis.comparison.wording import change_text
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.reports.asked import names_arm
 from analysis.reports.first_screen import conditions, told_of, under
 from analysis.reports.tables import Table, ablation_table

@@ -9,7 +9,7 @@ from analysis.comparison.arms import Arm, num_replicates
 from analysis.comparison.compare import Comparison
 from analysis.load import Run
 from analysis.measures.checks import failures
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 
 
 def failed_checks(links: Mapping[str, str], runs: Sequence[Run]) -> Iterable[str]:
@@ -72,7 +72,7 @@ def limits(compared: Iterable[Sequence[Arm]], arms: Sequence[Arm], slo: SLO | No
         )
     if slo is None:
         yield "No SLO was given, so there is no goodput."
-    elif slo.lateness_s is not None:
+    elif "lateness_s" in slo.limited:
         runs = [run for arm in arms for run in arm.runs]
         if num := sum(run.summary["deadlines"] is None for run in runs):
             yield (

@@ -36,7 +36,7 @@ from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
 from analysis.comparison.wording import cells_text, change_text, no_more_than, reached_text, step_text, undecided
 from analysis.load import Run
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.naming import apart, factor_name, level_text
 from analysis.reports.asked import asks_beside_slo, asks_slo, is_asked, values_of
 from analysis.reports.keeping_slo import best_within, kept, kept_briefly, tells_apart

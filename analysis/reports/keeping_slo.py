@@ -10,7 +10,7 @@ from analysis.comparison.arms import Arm, comparable, grouped, on_shared_traces,
 from analysis.comparison.compare import SLO_METRICS, compare, mean_over_replicates
 from analysis.comparison.effects import Compared
 from analysis.comparison.wording import no_more_than
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 
 _MAX_LOADS, _MAX_SHARES = 4, 4  # loads that differ in it, and shares, for which the attainment is stated
 _WELL = 0.99  # of the requests: an SLO that every arm keeps so often tells no arms apart

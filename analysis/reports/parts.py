@@ -12,7 +12,7 @@ from analysis.comparison.arms import Arm
 from analysis.comparison.effects import Compared
 from analysis.comparison.pairs import Pair
 from analysis.load import Run, Sweep, relative
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.plots import style
 from analysis.plots.style import AxesArray
 from testbed.errors import TestbedError

@@ -53,7 +53,7 @@ from analysis.comparison.groups import (
 from analysis.comparison.pairs import infer_pairs, join_repeats
 from analysis.load import Run, Sweep, num_replicas, relative
 from analysis.load import load as load_all
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.progress import progress
 from analysis.reports import fidelity_findings, findings, tables
 from analysis.reports.asked import absent, have_gaps, observed
@@ -294,7 +294,7 @@ def _context(
         "answer": [*values, *said, *beside],
         "main_figure": main_figure(sections),
         "setup": tables.setup_table("Setup of the runs compared", runs),
-        "slo": None if slo is None else tables.slo_text(slo),
+        "slo": None if slo is None else str(slo),
         "ablation": sections.ablation,
         "plots": run_plots(sections, groups, baseline, report),
         "fidelity": measured,

@@ -17,7 +17,7 @@ from analysis.comparison.pairs import Pair, engine_of
 from analysis.comparison.wording import bounds_text, change_text, interval_text, is_unlike, verdict_text, winner_text
 from analysis.load import Run, num_replicas, swept_keys
 from analysis.measures.checks import outline
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.naming import factor_name, is_seed, level_text
 
 MAX_FACTS = 5  # values of one fact that are listed, as every manifest may have its own
@@ -367,10 +367,3 @@ def replicate_names(every: Sequence[Run]) -> Callable[[Run], str]:
 
 def _float(value: Any) -> float | None:
     return None if value is None or value != value else float(value)
-
-
-def slo_text(slo: SLO) -> str:
-    names = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "every gap between tokens", "e2e_s": "E2E latency",
-             "lateness_s": "lateness"}  # fmt: skip
-    parts = [f"{names[name]} ≤ {fmt.seconds(limit)}" for name, limit in slo.limits.items()]
-    return fmt.listing(parts)

@@ -13,7 +13,7 @@ from typing import Any
 
 from analysis.comparison.sharing import correlation, share_between
 from analysis.load import differing_keys, flatten
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.naming import align, labels_of
 from experiments.configuration.compose import check_values, compose_raw
 from experiments.configuration.config import GROUPS, RunConfig
@@ -138,7 +138,7 @@ def _arm(
     raw["record"] |= _UNRECORDED
     config = RunConfig.from_container(raw)
     named = str(raw["trace"].get("_target_", config.trace.name))
-    slo = SLO.parse(config.slo.limits)
+    slo = SLO.parse(config.slo.stated)
     if slo is None:
         raise ConfigError(
             "there is no SLO to keep; give the limits of a request in seconds, as slo.ttft_s=1 slo.tpot_s=0.05"
@@ -160,8 +160,11 @@ def _arm(
             f"trace={named} has {arrivals[0].num_requests} request, which comes at no rate; give more, as "
             "trace.num_requests=1000 (of a recorded trace trace.limit)"
         )
-    if slo.lateness_s is not None and not arrivals[0].has_deadlines:
+    if "lateness_s" in slo.limited and not arrivals[0].has_deadlines:
         raise ConfigError(NO_DEADLINES)
+    for item in slo.classes:
+        if not any(item.has(*labels) for labels in arrivals[0].labels):
+            raise ConfigError(f"slo.classes names {item.name}, and no request of the trace is of it")
     _refuse_copies(seeds, arrivals, named, is_own=is_own)
     slower = _arrivals(_at(raw, key, start / 2, seeds[0]), seen)
     if not arrivals[0].rate_per_s > 1.1 * slower.rate_per_s > 0:
@@ -213,6 +216,7 @@ class _Arrivals:
     has_think_times: bool
     has_turns: bool
     has_deadlines: bool
+    labels: frozenset[tuple[str | None, int]]  # tenant and priority
     fingerprint: str
 
 
@@ -220,17 +224,18 @@ def _arrivals(raw: dict[str, Any], seen: dict[str, _Arrivals]) -> _Arrivals:
     key = json.dumps([raw["trace"], raw["seed"], raw["model"]], sort_keys=True, default=str)
     if key not in seen:
         digest, num, started, has_turns, has_deadlines = Fingerprint(), 0, 0, False, False
-        first_ns = last_ns = 0
+        first_ns, last_ns, labels = 0, 0, set()
         for row in build_source(RunConfig.from_container(raw)):
             digest.update(row)
             num += 1
+            labels.add((row.tenant, row.priority))
             has_turns = has_turns or bool(row.turn)
             has_deadlines = has_deadlines or row.deadline_ns is not None
             if row.think_ns is None:
                 started += 1
                 first_ns, last_ns = row.arrival_ns if started == 1 else first_ns, row.arrival_ns
         rate = (started - 1) / (last_ns - first_ns) * 1e9 if last_ns > first_ns else 0.0
-        seen[key] = _Arrivals(num, rate, started < num, has_turns, has_deadlines, digest.hexdigest())
+        seen[key] = _Arrivals(num, rate, started < num, has_turns, has_deadlines, frozenset(labels), digest.hexdigest())
     return seen[key]
 
 

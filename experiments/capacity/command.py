@@ -13,7 +13,7 @@ from typing import Any
 
 from analysis.comparison.compare import Comparison
 from analysis.comparison.wording import interval_text, verdict_text
-from analysis.measures.capacity import LIMITS
+from analysis.measures.slo import LIMITS
 from analysis.measures.statistics import mean_of_all
 from analysis.reading.frames import json_safe
 from experiments.capacity.found import Capacity, Found, Replicate
@@ -233,7 +233,7 @@ def _fails_first(found: Found) -> str:
         return "–"
     if first in OVERLOAD:
         return OVERLOAD[first]
-    return LIMITS[first] + (f" ({above.over[first] / above.num_requests:.2%})" if above.is_whole else "")
+    return LIMITS.get(first, first) + (f" ({above.over[first] / above.num_requests:.2%})" if above.is_whole else "")
 
 
 def without_capacity(found: Found) -> str:
@@ -259,8 +259,9 @@ def _without_capacity(found: Found, one: Replicate) -> str:
         reason = f"{at.over[name]} of {num} requests do not finish: they can never fit, or were cancelled"
     else:
         mean = "" if at.mean_s is None or at.mean_s[name] is None else f", with a mean of {at.mean_s[name]:.4g} s"
+        limit = "by class" if arm.slo.classes else f"{getattr(arm.slo, name):g} s"
         many = f"{at.over[name]} of {num}" if at.is_whole else "too many"
-        reason = f"{many} requests are over slo.{name} ({getattr(arm.slo, name):g} s{mean})"
+        reason = f"{many} requests are over slo.{name} ({limit}{mean})"
     failed = one.bracket.failed
     lowest = found.rate(failed)
     remedy = "widen the limit, or take a faster device or shorter requests"
@@ -317,11 +318,10 @@ def warnings(found: Found) -> list[str]:
 
 def _terms(found: Found) -> str:
     arm, config = found.arm, RunConfig.from_container(found.arm.raw)
-    limits = ", ".join(f"{LIMITS[name]} ≤ {limit:g} s" for name, limit in arm.slo.limits.items())
     num = f"{arm.num_requests[0]:,} requests" + (f", {len(arm.num_requests)} seeds" * (len(arm.num_requests) > 1))
     if arm.is_of_sessions and (at := found.at_kept) is not None:
         num += f"; capacity counts sessions, of {at.num_requests / at.num_customers:.3g} requests in the mean, and "
         num += "goodput requests"
     names = f"{config.raw['backend']['name']}, {config.model.name} on {config.device.name}"
     trace = config.raw["trace"].get("_target_", config.trace.name)
-    return f"{limits} for {100 * arm.share:.4g} % of the requests; {names}, trace {trace} ({num})"
+    return f"{arm.slo} for {100 * arm.share:.4g} % of the requests; {names}, trace {trace} ({num})"

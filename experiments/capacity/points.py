@@ -12,8 +12,8 @@ from typing import Any
 
 from analysis.load import load_run
 from analysis.measures.capacity import Load, count_load
-from analysis.measures.metrics import SLO
 from analysis.measures.occupancy import run_end_ns
+from analysis.measures.slo import SLO
 from analysis.measures.steadiness import Waiting
 from analysis.reading.files import read_json
 from analysis.reading.rows import FileRows
@@ -38,6 +38,7 @@ class _Open:
     """A request that has not ended; instants in ns, -1: not yet."""
 
     arrival: int
+    slo: SLO
     first: int = -1
     last: int = -1
     largest_gap: int = 0
@@ -48,7 +49,7 @@ class SloWatch(Recorder):
     """A `Recorder` that raises LostError when more than `max_failed` requests have failed.
 
     A request has failed as soon as that is certain: its first token is overdue, or it ended beyond a limit. The
-    arithmetic is that of `analysis.measures.metrics`, so a request that fails here fails there, too. TPOT of a group of
+    arithmetic is that of `analysis.measures.slo`, so a request that fails here fails there, too. TPOT of a group of
     sequences is not checked here. Single tokens are only checked if there is a limit on gaps, as they are many.
     """
 
@@ -57,16 +58,19 @@ class SloWatch(Recorder):
         self.num_failed = 0
         self.is_lost = False
         self._slo, self._max_failed = slo, max_failed
+        self._has_gaps = "itl_max_s" in slo.limited
         self._open: dict[str, _Open] = {}
         self._without_token: dict[str, _Open] = {}
-        self._due: deque[_Open] = deque()  # in order of arrival; some may have a token already
+        self._due: dict[
+            float, deque[_Open]
+        ] = {}  # by limit on TTFT, in order of arrival; some may have a token already
         self._end_ns = 0  # of the last step
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:
-        one = _Open(request.arrival_ns)
+        one = _Open(request.arrival_ns, slo := self._slo.of(request.tenant, request.priority))
         self._open[request.request_id] = self._without_token[request.request_id] = one
-        if self._slo.ttft_s is not None:
-            self._due.append(one)
+        if slo.ttft_s is not None:
+            self._due.setdefault(slo.ttft_s, deque()).append(one)
 
     def committed(self, step: StepView) -> None:
         self._end_ns = now = step.end_ns
@@ -74,13 +78,13 @@ class SloWatch(Recorder):
             for seq in step.emitters:
                 if (one := self._without_token.pop(seq.request_id, None)) is not None:
                     one.first = now
-        if self._slo.itl_max_s is not None:
+        if self._has_gaps:
             self._measure_gaps(step.emitters, now)
-        due, limit = self._due, self._slo.ttft_s
-        while due and limit is not None and (due[0].first >= 0 or ttft_s(due[0].arrival, now) > limit):
-            one = due.popleft()
-            if ttft_s(one.arrival, one.first if one.first >= 0 else now) > limit:
-                self._fail(one, "ttft_s")
+        for limit, due in self._due.items():
+            while due and (due[0].first >= 0 or ttft_s(due[0].arrival, now) > limit):
+                one = due.popleft()
+                if ttft_s(one.arrival, one.first if one.first >= 0 else now) > limit:
+                    self._fail(one, "ttft_s")
         self._raise_if_lost()
 
     def _measure_gaps(self, emitters: list[Sequence], now: int) -> None:
@@ -91,9 +95,9 @@ class SloWatch(Recorder):
             one.last = now
 
     def ended(self, finished: list[Finished], now_ns: int) -> None:
-        slo = self._slo
         for item in finished:
             one = self._open.pop(item.request.request_id)
+            slo = one.slo
             self._without_token.pop(item.request.request_id, None)
             if item.reason.value not in COMPLETED:
                 self._fail(one, "unfinished")

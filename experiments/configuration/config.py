@@ -260,9 +260,9 @@ class RunConfig:
         for key in report.replicates:
             _refuse_unknown_key(key, raw)
         record, slo = freeze(RecordConfig, "record", raw["record"]), freeze(SloConfig, "slo", raw["slo"])
-        if slo.itl_max_s is not None and not record.token_times:
+        if (gaps := slo.of("itl_max_s")) and not record.token_times:
             raise ConfigError(
-                f"slo.itl_max_s is {slo.itl_max_s:g}, and with record.token_times=false no gap between tokens is "
+                f"slo.itl_max_s is {gaps[0]:g}, and with record.token_times=false no gap between tokens is "
                 "known; leave one of them out"
             )
         device = freeze(DeviceSpec, "device", raw["device"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from testbed.checks import MAX_SEED, choose, require, require_whole, require_whole_or_null
+from testbed.checks import MAX_SEED, choose, require, require_type, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown
 
@@ -131,28 +132,60 @@ NO_DEADLINES = (
 
 @dataclass(frozen=True, slots=True)
 class SloConfig:
-    """The `slo` group: limits in seconds, all of which a request must keep; null: no limit. They do not change a run:
-    only the summary, reports and `testbed capacity` use them."""
+    """The `slo` group: limits in seconds, all of which a request must keep; null: no limit. A request of a class keeps
+    that class's instead (the first's, of several). They do not change a run: only the summary, reports and `testbed
+    capacity` use them."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
     itl_max_s: float | None = None  # the longest gap between two tokens
     lateness_s: float | None = None  # the end after the request's deadline, if it has one; 0: deadlines are met
+    classes: tuple[Any, ...] = ()  # other limits of a tenant or priority: [{tenant: chat, ttft_s: 0.2}, ...]
     attainment: float = 0.99  # share of requests that must keep the limits, for `testbed capacity`
 
     def __post_init__(self) -> None:
-        for name, limit in self.limits.items():
-            if name == "lateness_s":
-                require("slo.lateness_s", limit, limit >= 0, "at least 0 s (0: by the deadline), or null (no limit)")
-            else:
-                require(f"slo.{name}", limit, limit > 0, "above 0 s, or null (no limit)")
+        check_limits("slo", {name: getattr(self, name) for name in SLO_LIMITS})
+        for position, item in enumerate(self.classes):
+            _check_class(f"slo.classes[{position}]", item)
         require("slo.attainment", self.attainment, 0 < self.attainment < 1, "above 0 and below 1, as 0.99")
 
     @property
-    def limits(self) -> dict[str, float]:
-        """The limits that are set, in seconds."""
-        return {name: value for name, value in asdict(self).items() if name != "attainment" and value is not None}
+    def stated(self) -> dict[str, Any]:
+        """What is limited, as `analysis.measures.slo.SLO.parse` takes it."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "attainment"}
+
+    def of(self, name: str) -> list[float]:
+        """The values of the limit `name`, for all requests and for classes."""
+        given = [getattr(self, name), *(item.get(name) for item in self.classes)]
+        return [limit for limit in given if limit is not None]
+
+
+SLO_LIMITS = tuple(item.name for item in fields(SloConfig) if item.name.endswith("_s"))
+
+
+def check_limits(group: str, limits: Mapping[str, Any]) -> None:
+    for name, limit in limits.items():
+        require_type(f"{group}.{name}", limit, float | None)
+        if name == "lateness_s":
+            is_known, expected = limit is None or limit >= 0, "at least 0 s (0: by the deadline), or null (no limit)"
+        else:
+            is_known, expected = limit is None or limit > 0, "above 0 s, or null (no limit)"
+        require(f"{group}.{name}", limit, is_known, expected)
+
+
+def _check_class(where: str, item: object) -> None:
+    expected = "a mapping with a tenant, a priority or both, and limits, as {tenant: chat, ttft_s: 0.2}"
+    if not isinstance(item, Mapping):
+        raise ConfigError(f"{where} is {shown(item)}; it must be {expected}")
+    given = dict(item)
+    for key in given:
+        choose(f"a key of {where}", key, ("tenant", "priority", *SLO_LIMITS))
+    tenant, priority = given.pop("tenant", None), given.pop("priority", None)
+    require(where, item, (tenant, priority) != (None, None) and len(given) > 0, expected)
+    require_type(f"{where}.tenant", tenant, str | None)
+    require_type(f"{where}.priority", priority, int | None)
+    check_limits(where, given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,13 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
             f"{num:,} of {manifest['num_sent']:,} outputs were cut, by {manifest['num_cut_output_tokens']:,} tokens in "
             f"all: prompt and output reach scheduler.max_model_len ({limit}). Raise it, or take shorter ones"
         )
-    if config.slo.lateness_s is not None and summary["deadlines"] is None:
+    if config.slo.of("lateness_s") and summary["deadlines"] is None:
         notes.append(NO_DEADLINES)
+    notes += [
+        f"slo.classes names {item['name']}, and no request is of it (docs/traces.md#classes-of-requests)"
+        for item in (summary["slo"] or {}).get("classes") or ()
+        if not item["num_requests"]
+    ]
     notes += without_numbers(config, summary)
     return *map(Note.of_text, failed), *sized, *map(Note.of_text, notes)
 

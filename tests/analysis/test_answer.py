@@ -14,7 +14,7 @@ from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import SLO_METRICS, Comparison, mean_over_replicates
 from analysis.comparison.effects import Compared, Effect
 from analysis.load import load_run
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.measures.statistics import Estimate, Verdict
 from analysis.reports.first_screen import MAX_SENTENCES, answer
 from tests.analysis.runs import write_runs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from analysis.measures.capacity import Edge, Load, count_load, edge_change, max_failed, mean_edge, pooled
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.measures.statistics import mean_t
 from analysis.measures.steadiness import LIKELY, SURE, Waiting
 from analysis.plots import style

@@ -14,7 +14,7 @@ from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, compare, of_classes
 from analysis.comparison.effects import Compared, Effect
 from analysis.load import Run, load_run
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.reports.classes import class_claims, pooled_said
 from analysis.reports.first_screen import answer
 from analysis.reports.report import report_from_folders

@@ -19,7 +19,7 @@ from analysis.comparison.compare import LATENCY, SLO_METRICS, Comparison, compar
 from analysis.comparison.effects import Compared, Effect, main_effects
 from analysis.comparison.wording import change_text
 from analysis.load import Run
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.measures.statistics import Estimate
 from analysis.reports.cautions import _ambiguous
 from analysis.reports.first_screen import answer

@@ -26,7 +26,7 @@ from analysis.comparison.effects import Compared, Effect, Interaction
 from analysis.comparison.fidelity import error_table
 from analysis.comparison.pairs import Pair
 from analysis.load import load_run
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.measures.statistics import Estimate
 from analysis.reports.asked import asks_beside_slo, observed, without_interval
 from analysis.reports.figures import telling

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.comparison.compare import metric_of
-from analysis.measures.metrics import LATENCIES, SLO, itl_pooled, jain_index, meets_slo, request_metrics
+from analysis.measures.metrics import LATENCIES, itl_pooled, jain_index, request_metrics
+from analysis.measures.slo import SLO, meets_slo
 from analysis.measures.summary import summarise
 from analysis.measures.survival import distribution, km_quantiles
 from testbed.errors import ConfigError
@@ -129,6 +130,30 @@ def test_attainment_is_over_requests_sent():
     low, high = summary["attainment_ci95"]
     assert 0 < low < 0.5 < high < 1
     assert summarise(rows, NO_STEPS, {}, SLO())["slo"] is None
+
+
+def test_requests_of_a_class_keep_its_limits_and_others_the_general_ones():
+    """TTFT is 2 s and E2E 6 s of each of them."""
+    batch, other = {"tenant": "batch", "priority": 1}, FINISHED | {"tenant": None}
+    rows = requests(other, other | {"priority": 1}, FINISHED | {"tenant": "batch"}, FINISHED | batch)
+
+    def met(*classes, **limits):
+        return meets_slo(rows, SLO.parse(limits | {"classes": classes})).tolist()
+
+    assert met({"tenant": "batch", "ttft_s": None, "e2e_s": 6.0}, ttft_s=1.0) == [False, False, True, True]
+    assert met({"tenant": "batch", "e2e_s": 5.0}, ttft_s=2.0) == [True, True, False, False], "TTFT is limited still"
+    assert met({"priority": 1, "ttft_s": 1.0}) == [True, False, True, False]
+    assert met({**batch, "ttft_s": 1.0}, {"tenant": "batch", "ttft_s": 2.0}, ttft_s=1.5) == [False, False, True, False]
+    assert met({"tenant": "none", "ttft_s": 1.0}) == [False, False, True, True]
+    given = {"ttft_s": 1.0, "classes": [{"tenant": "batch", "e2e_s": 5.0}, {"tenant": "chat", "ttft_s": None}]}
+    assert str(SLO.parse(given)).replace("\xa0", " ") == (
+        "TTFT ≤ 1.00 s; tenant batch: TTFT ≤ 1.00 s and E2E ≤ 5.00 s; tenant chat: no limit"
+    )
+    summary = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {}, given)
+    assert [(item["name"], item["num_requests"]) for item in summary["slo"]["classes"]] == [
+        ("tenant batch", 2), ("tenant chat", 0)
+    ]  # fmt: skip
+    assert SLO.parse({"classes": [{"tenant": "batch", "ttft_s": None}]}) is None
 
 
 def test_less_of_every_latency_of_a_summary_is_better():

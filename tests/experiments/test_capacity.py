@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from analysis.load import load_run
 from analysis.measures.capacity import Edge, Load, count_load, edge_change, mean_edge
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from experiments import find_capacity
 from experiments.capacity.arms import parse
 from experiments.capacity.command import warnings, without_capacity
@@ -230,11 +230,15 @@ def test_an_early_stop_changes_no_verdict(limits: tuple[str, ...], more: tuple[s
 )
 def test_what_the_watch_counts_is_what_the_records_say(more: tuple[str, ...], tmp_path: Path) -> None:
     limits = {"ttft_s": 0.15, "tpot_s": 0.012, "itl_max_s": 0.03, "e2e_s": 0.5, "lateness_s": 0.1}
-    raw = config_of((*BUSY, "trace.rate=30", "trace.deadline_s=0.3", *more), record__steps=False).raw
-    raw["slo"] |= limits
-    watch = SloWatch(SLO(**limits), 10**9)
+    classes = [{"tenant": "a", "ttft_s": 0.05}, {"tenant": "b", "priority": 0, "e2e_s": None, "itl_max_s": 0.02}]
+    tenants = "trace.transforms=[{name: label, classes: [{tenant: a}, {tenant: b}, {tenant: c}]}]"
+    raw = config_of((*BUSY, "trace.rate=30", "trace.deadline_s=0.3", tenants, *more), record__steps=False).raw
+    raw["slo"] |= limits | {"classes": classes}
+    slo = SLO.parse(limits | {"classes": classes})
+    assert slo is not None
+    watch = SloWatch(slo, 10**9)
     execute(RunConfig.from_container(raw), tmp_path / "run", watch=watch)
-    found = count_load(load_run(tmp_path / "run").requests, SLO(**limits), 1.0)
+    found = count_load(load_run(tmp_path / "run").requests, slo, 1.0)
     assert 10 < found.num_failed == watch.num_failed
     if not found.over["unfinished"]:  # of what is ignored after a while the records have no TTFT
         assert watch.over == {name: count for name, count in found.over.items() if count}
@@ -331,6 +335,7 @@ def test_what_makes_a_number_doubtful_is_said(tmp_path: Path, say: Say) -> None:
         ((), "there is no SLO to keep; give the limits"),
         (("slo.lateness_s=0",), "slo.lateness_s limits no request, as none has a deadline; give them some by trace."),
         (("slo.ttft=1",), "did you mean 'slo.ttft_s'?"),
+        (("slo.classes=[{tenant: chat, ttft_s: 1}]",), "slo.classes names tenant chat, and no request of the trace is"),
         (("slo.ttft_s=1", "scheduler=vllm_v1,sarathy"), "did you mean 'sarathi'?"),
         (("slo.ttft_s=1", "scheduler=vllm_v1,vllm_v1"), "scheduler=vllm_v1 is given twice"),
         (("slo.ttft_s=1", "trace.arrival=closed_loop"), "trace.arrival=closed_loop has no rate"),

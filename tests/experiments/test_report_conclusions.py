@@ -13,7 +13,7 @@ from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import LATENCY, RATES, Comparison
 from analysis.comparison.triggered import _never_used
 from analysis.load import load_sweep
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.measures.statistics import Estimate
 from analysis.reports.findings import limits
 from analysis.reports.tables import ablation_table

@@ -18,7 +18,7 @@ from analysis.comparison.pairs import Pair
 from analysis.comparison.sharing import common_share, correlation
 from analysis.comparison.triggered import never_triggered
 from analysis.load import load_run, load_sweep
-from analysis.measures.metrics import SLO
+from analysis.measures.slo import SLO
 from analysis.measures.statistics import Estimate, Verdict, mean_t
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.fidelity_findings import not_measured

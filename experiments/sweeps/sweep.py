@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from xxhash import xxh3_128_hexdigest
 
 from experiments.configuration.compose import compose_raw
-from experiments.configuration.config import JUDGING, RunConfig
+from experiments.configuration.config import GROUPS, JUDGING, RunConfig
 from experiments.configuration.grammar import parsed
 from experiments.configuration.on_device import check_device, slow_engine, unlike_clocks
 from experiments.configuration.options import Library
@@ -156,7 +156,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
     alike: dict[str, str] = {}  # labels by the hash of the configuration
     refused: list[Outcome] = []
     values: dict[str, set[str]] = {}
-    makeable: set[str] = set()  # choices of policies already constructed: each is tried once
+    made: set[str] = set()  # what was already constructed: each is tried once
     for item in (item for _, overrides in sweep.combinations for item in overrides):
         values.setdefault(item.partition("=")[0], set()).add(item)
     folders = searched(sweep.of_hydra)
@@ -173,10 +173,11 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
             check_importable(config)
             check_trace(config)
             fit_file(config)  # raises if no fit comes with the testbed
-            if (chosen := repr([raw[group] for group in ("scheduler", "cache", "backend", "model")])) not in makeable:
+            chosen = repr([raw[group] for group in GROUPS if group not in ("trace", "record", *JUDGING)])
+            if chosen not in made:
                 check_makeable(config)
                 check_plots(config)
-                makeable.add(chosen)
+                made.add(chosen)
             swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]
             origin = Origin.of_point(overrides, sweep.command, swept, number)
             points.append((Point(label, command, raw, str(sweep.root), origin), config))

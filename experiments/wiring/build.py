@@ -20,7 +20,6 @@ from real.vllm.config import VllmConfig
 from sim.backend import SimBackend
 from sim.config import SimConfig
 from sim.cost.config import RooflineConfig
-from testbed.blocks.demand import Demand
 from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
@@ -139,15 +138,16 @@ def make_policies(config: RunConfig) -> Policies:
     )
 
 
+_LARGE = 1 << 16  # blocks
+
+
 def check_makeable(config: RunConfig) -> None:
-    """Raises ConfigError for policies that do not exist or cannot be constructed, and for limits and KV rules that the
-    model does not allow; called before a sweep runs."""
+    """Raises ConfigError for policies that do not exist or cannot be constructed, for limits and KV rules that the
+    model does not allow, and for settings that contradict each other; called before a sweep runs. A pool that goes by a
+    device's memory is taken as large: whether a model fits there is told by its point."""
     if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
         return
-    make_policies(config)
-    cache, chosen = config.cache, config.scheduler
-    longest, lookahead = config.limits.max_model_len, chosen.lookahead_slots
-    Demand(cache.block_size, chosen.kv_rules, longest, lookahead, config.sliding_window)
+    build_scheduler(config, Pools(config.cache.num_gpu_blocks or _LARGE, num_cpu_blocks(config)))
     if isinstance(config.backend, SimConfig | RealConfig):
         make_policy("backend.router", config.backend.router)
 

@@ -177,11 +177,11 @@ def test_a_value_out_of_range_is_said_once_and_before_any_point_runs(tmp_path: P
 
 
 def test_points_that_fail_as_they_run_are_all_named(tmp_path: Path, say: Say) -> None:
-    idle_too = "scheduler.kv_rules.watermark_when_idle=true"
-    said = sweep(say, tmp_path / "s", "cache.watermark=0.99,0.1,0.999", "cache.num_gpu_blocks=64", idle_too)
+    memories = "device.memory_bytes=1000,80000000000,2000"
+    said = say("run", "-m", "model=tiny", *SHORT, f"hydra.sweep.dir={tmp_path / 's'}", memories)
     failed = [line for line in said.out.splitlines() if line.startswith("failed ")]
-    assert [line.split(": ")[0].split()[-1] for line in failed] == ["cache.watermark=0.99", "cache.watermark=0.999"]
-    assert "a watermark of 0.99 leaves" in said.error()
+    assert [line.split(": ")[0].split()[-1][-5:] for line in failed] == ["=1000", "=2000"]
+    assert "no room for one KV block of" in said.error()
     found = load_sweep(tmp_path / "s")
     assert (len(found.runs), len(found.incomplete)) == (1, 2)
     assert {manifest_of(folder)["status"] for folder, _ in found.incomplete} == {"failed"}
@@ -355,6 +355,12 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_runs(
         ("scheduler=sarathi,vllm_v0 & model.sliding_window=8", "cache.sliding_window or model.sliding_window, 8, "),
         ("scheduler=vllm_v0 & model.sliding_window=null,8", "cache.sliding_window or model.sliding_window, 8, "),
         ("scheduler=vllm_v0 & scheduler.lookahead_slots=0,2", "scheduler.lookahead_slots is 2, which"),
+        ("scheduler.queue_order=fcfs,srpt", "scheduler.queue_order goes by remaining tokens, which no one knows with"),
+        ("scheduler.preemption=swap & cache.num_cpu_blocks=9,0", "scheduler.preemption=swap needs CPU blocks"),
+        (
+            "cache.watermark=0.01,0.999 & scheduler.kv_rules.watermark_when_idle=true",
+            "a watermark of 0.999 leaves 64 of",
+        ),
     ],
 )
 def test_what_cannot_be_made_is_said_before_any_point_runs(tmp_path: Path, say: Say, override: str, said: str) -> None:

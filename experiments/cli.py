@@ -163,7 +163,7 @@ def _report(arguments: list[str]) -> int:
     from analysis.reports.report import report_from_folders
     from experiments.runs.run_folder import refuse_existing, writing
     from experiments.sweeps.points import say_killed
-    from experiments.wiring.own_plots import given_plots, stated_plots
+    from experiments.wiring.own_reports import given_metrics, given_plots, stated_metrics, stated_plots
 
     parser = Parser("testbed report", description="One self-contained HTML page about runs or sweeps.")
     parser.add_argument("folders", nargs="+", type=folder_named, help="run or sweep folders")
@@ -182,9 +182,13 @@ def _report(arguments: list[str]) -> int:
         "--plot", action="append", type=words, default=[],
         help=f"a plot of your own: mine.waiting, or {{_target_: mine.waiting, num_bins: 30}}; {stated} report.plots",
     )  # fmt: skip
+    parser.add_argument(
+        "--metric", action="append", type=words, default=[],
+        help=f"also compare: queueing_s.p99, or {{_target_: mine.share_slow}}; {stated} report.metrics",
+    )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
     options = parser.parse_args(arguments)
-    plots = given_plots(options.plot)
+    plots, metrics = given_plots(options.plot), given_metrics(options.metric)
     out = options.out if options.out.suffix else options.out.with_suffix(".html")
     if out.suffix != ".html":
         raise ConfigError(f"--out is {options.out}; a report is an .html file, with a .md and pictures beside it")
@@ -205,6 +209,7 @@ def _report(arguments: list[str]) -> int:
             slo=_limits(options.slo and ",".join(options.slo)), margin=options.margin,
             command=shlex.join(["testbed", "report", *arguments]),
             plots=(lambda _: plots) if plots else stated_plots,
+            metrics=(lambda _: metrics) if metrics else stated_metrics,
         )  # fmt: skip
     print(page)
     return 0

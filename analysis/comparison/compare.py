@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from analysis.comparison.arms import (
 )
 from analysis.comparison.sharing import common_share, correlation
 from analysis.comparison.within import within_one_trace
-from analysis.load import Run
+from analysis.load import Run, flatten
 from analysis.measures.slo import SLO
 from analysis.measures.statistics import (
     ALIKE,
@@ -43,17 +42,21 @@ from analysis.measures.statistics import (
 )
 from analysis.measures.summary import summary_value
 from analysis.reading.rows import FloatArray
-from testbed.foreign_text import visible
+from testbed.errors import ConfigError
+from testbed.foreign_text import nearest, visible
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A headline number: its path in a summary, whether more (+1), less (-1) or neither (0) is better, its format."""
+    """A headline number: its path in a summary, whether more (+1), less (-1) or neither (0) is better, its format.
+    of_run: computes it instead, for a metric of the user's own. is_chosen: it is one that the user named."""
 
     label: str
     path: str
     better: int
     write: Callable[[float | None], str]
+    of_run: Callable[[Run], float | None] | None = None
+    is_chosen: bool = False
 
     @property
     def is_share(self) -> bool:
@@ -73,8 +76,9 @@ class Metric:
         which, _, of_class = rest.partition(".")
         return name, which, of_class
 
-    def of(self, summary: Mapping[str, Any]) -> float | None:
-        return summary_value(summary, self.path)
+    def of(self, run: Run, slo: SLO | None = None) -> float | None:
+        """Its value for a run, under `slo` or the run's own SLO; None if the run does not reach it."""
+        return summary_value(run.summary_under(slo), self.path) if self.of_run is None else self.of_run(run)
 
     def is_known_in(self, run: Run) -> bool:
         """Whether the run has requests of its class."""
@@ -164,6 +168,16 @@ def metric_of(path: str) -> Metric:
     return _NAMED.get(path, Metric(path, path, 0, fmt.number))
 
 
+def chosen_metrics(metrics: Sequence[Metric], runs: Sequence[Run]) -> list[Metric]:
+    """The metrics, as chosen. Raises ConfigError for one that no run's summary has."""
+    for metric in metrics:
+        if metric.of_run is None and all(summary_value(run.summary, metric.path) is None for run in runs):
+            near = nearest(metric.path, {key for run in runs for key in flatten(run.summary)})
+            said = f"report.metrics names {visible(metric.path)}, and no run's summary has a number there"
+            raise ConfigError(f"{said}; {near}docs/analysis.md#summaryjson lists all")
+    return [replace(metric, is_chosen=True) for metric in metrics]
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One arm and metric: the arm's mean over replicates, and its change from the baseline (None: not comparable)."""
@@ -231,12 +245,12 @@ def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> fl
 
 
 def _mean(runs: Sequence[Run], metric: Metric, slo: SLO | None) -> float | None:
-    return mean_of_all([metric.of(run.summary_under(slo)) for run in runs])
+    return mean_of_all([metric.of(run, slo) for run in runs])
 
 
 def engine_noise(arms: Sequence[Arm], metric: Metric, slo: SLO | None = None) -> float | None:
     """The largest `spread` of measured repeats of an arm on one trace; None if there are no repeats."""
-    return largest_spread([metric.of(run.summary_under(slo)) for run in runs] for runs in repeated(arms))
+    return largest_spread([metric.of(run, slo) for run in runs] for runs in repeated(arms))
 
 
 def repeated(arms: Sequence[Arm]) -> list[tuple[Run, ...]]:

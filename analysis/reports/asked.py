@@ -54,7 +54,10 @@ _IN_TABLE = re.compile(r"\b(p(?!(?:50|90|95|99)\b(?!\.\d))\d\d(?:\.\d+)?)\b")  #
 
 
 def is_asked(metric: Metric, question: str) -> bool:
-    """Whether the question names the metric. "TTFT" asks for its mean and its P99, "P99 TTFT" only for that."""
+    """Whether the user chose the metric or the question names it: "TTFT" its mean and its P99, "P99 TTFT" only
+    for that."""
+    if metric.is_chosen:
+        return True
     said = question.casefold().replace("does it mean ", "")
     named, which = _named(_WORDS, said), _named(_STATISTICS, said)
     is_other = metric.label.startswith(tuple(_STATISTICS)) and not metric.label.startswith(tuple(which or _STATISTICS))
@@ -86,7 +89,7 @@ def asks_slo(question: str) -> bool:
 
 def have_gaps(runs: Sequence[Run]) -> bool:
     """Whether gaps between tokens are known of any of the runs."""
-    return any(P99_ITL.of(run.summary) is not None for run in runs)
+    return any(P99_ITL.of(run) is not None for run in runs)
 
 
 def without_interval(rows: Iterable[Comparison], question: str) -> list[Metric]:
@@ -139,7 +142,13 @@ def _values(metric: Metric, arms: Sequence[Arm], slo: SLO | None) -> str:
 
 
 def absent(
-    question: str, *, has_slo: bool, has_gaps: bool = True, has_deadlines: bool = True, has_tenants: bool = True
+    question: str,
+    *,
+    has_slo: bool,
+    has_gaps: bool = True,
+    has_deadlines: bool = True,
+    has_tenants: bool = True,
+    has_chosen: bool = False,
 ) -> list[str]:
     """One sentence on what the question names and the report does not compare, and what gives it; none if nothing."""
     said = question.casefold()
@@ -155,7 +164,7 @@ def absent(
         parts.append("deadlines (of requests that have one, as by trace.deadline_s)")
     if not has_tenants and re.search(_FAIR, said):
         parts.append("fairness (of runs whose requests have several tenants, as by trace.tenants)")
-    parts += [f"{_listed(in_summary)} (in the summary.json of each run)"] if in_summary else []
+    parts += [f"{_listed(in_summary)} (--metric adds them, as queueing_s.p99)"] if in_summary and not has_chosen else []
     parts += [f"{_listed(in_table)} (to be taken from the requests.parquet of each run)"] if in_table else []
     return [f"The question names what is not compared here: {'; '.join(parts)}."] if parts else []
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from analysis.comparison.arms import Arm
+from analysis.comparison.compare import Metric
 from analysis.comparison.effects import Compared
 from analysis.comparison.pairs import Pair
 from analysis.load import Run, Sweep, relative
@@ -52,6 +53,7 @@ class ReportInput:
     notes: Sequence[str] = ()  # limits that only the author knows
     cautions: Sequence[str] = ()  # warnings, shown first
     incomplete: Sequence[tuple[Path, str]] = ()  # folders left out, and why
+    metrics: Sequence[Metric] = ()  # compared in addition to those of every report
     plots: Sequence[OwnPlot] = ()
 
     @property

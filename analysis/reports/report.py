@@ -38,6 +38,8 @@ from analysis.comparison.compare import (
     P99_ITL,
     RATES,
     SLO_METRICS,
+    Metric,
+    chosen_metrics,
     compare,
 )
 from analysis.comparison.effects import Compared, main_effects
@@ -138,10 +140,11 @@ def report_from_folders(
     margin: float | None = None,
     command: str = "",
     plots: Callable[[Sequence[Run]], Sequence[OwnPlot]] = lambda runs: (),
+    metrics: Callable[[Sequence[Run]], Sequence[Metric]] = lambda runs: (),
 ) -> Path:
     """Writes a report on every complete run at or below `folders`; returns its path. Arms are inferred from the swept
     keys, pairs from traces and policies. Baseline, question, SLO and margin are as given, else as the runs state them.
-    plots: makes the user's own, for the runs of the arms.
+    plots, metrics: make the user's own, for the runs of the arms.
 
     Arms are simulated runs, or real runs if there are no simulated ones. A trace on which every simulated run is paired
     with a real one is left out of the arms, if there are other traces. Of several experiments the largest is reported;
@@ -173,6 +176,7 @@ def report_from_folders(
         replicated=stated(chosen, "replicates") or (),
         command=command,
         incomplete=sweep.incomplete,
+        metrics=chosen_metrics(metrics(chosen), chosen),
         plots=plots(chosen),
     )
     return write_report(report, out)
@@ -218,6 +222,9 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     kept = (*(SLO_METRICS if slo else ()), *([DEADLINES] * any(run.summary["deadlines"] for run in runs)))
     latency = tuple(metric for metric in LATENCY if metric is not P99_ITL or have_gaps(runs))
     parts = {"latency": latency, "throughput": (*RATES, *kept)}
+    others = {metric.path for part in parts.values() for metric in part}
+    if added := tuple(metric for metric in report.metrics if metric.path not in others):
+        parts["chosen metrics"] = added
     metrics = [metric for part in parts.values() for metric in part]
     rows = compare(arms, baseline, metrics, report.margin, slo)
     effects = main_effects(arms, baseline, metrics, report.margin, slo)
@@ -271,7 +278,7 @@ def _context(
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
     question = report.question or ""
     values = observed(sections.compared, question, slo)
-    beside = [*pooled_said(sections.compared, question), *_lacks(runs, question, slo)]
+    beside = [*pooled_said(sections.compared, question), *_lacks(report, runs, slo)]
     most = MAX_SENTENCES - len(values) - len(beside)
     said = answer(sections.compared, slo, question, report.margin, most)
     said += class_claims(sections.compared, question, report.margin, most - len(said))
@@ -313,12 +320,12 @@ def _context(
     }
 
 
-def _lacks(runs: Sequence[Run], question: str, slo: SLO | None) -> list[str]:
+def _lacks(report: ReportInput, runs: Sequence[Run], slo: SLO | None) -> list[str]:
     """What the question names and the report does not compare."""
     has_deadlines, has_tenants = (any(run.summary[key] for run in runs) for key in ("deadlines", "fairness"))
     return absent(
-        question, has_slo=slo is not None, has_gaps=have_gaps(runs), has_deadlines=has_deadlines,
-        has_tenants=has_tenants,
+        report.question, has_slo=slo is not None, has_gaps=have_gaps(runs), has_deadlines=has_deadlines,
+        has_tenants=has_tenants, has_chosen=bool(report.metrics),
     )  # fmt: skip
 
 

@@ -300,7 +300,7 @@ def side_by_side(pairs: Sequence[Pair], engines: Sequence[str]) -> Table:
     rows = []
     for runs in found.values():
         for metric in LATENCY:
-            values = [metric.of(runs[name].summary) if name in runs else None for name in ("sim", *engines)]
+            values = [metric.of(runs[name]) if name in runs else None for name in ("sim", *engines)]
             cells = [Cell(fmt.NOTHING if value is None else fmt.seconds(value)) for value in values]
             policy = (names[id(runs["sim"])],) if len(found) > 1 else ()
             rows.append((Cell(metric.label, policy, "head"), *cells))

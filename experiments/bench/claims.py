@@ -91,7 +91,7 @@ def _values(load: str, arm: str, options: argparse.Namespace) -> FloatArray:
                 trace, folder=Path(scratch, "run"), model="llama3.1_8b", slo={"ttft_s": 0.3, "tpot_s": 0.03},
                 seed=seed + 10**5 * [*ARMS].index(arm), scheduler={"name": "vllm_v1", "max_num_seqs": 16, **ARMS[arm]},
             )  # fmt: skip
-            rows.append([metric.of(run.summary) for metric in METRICS])
+            rows.append([metric.of(run) for metric in METRICS])
     return np.array(rows, dtype=np.float64).T
 
 

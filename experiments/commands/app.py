@@ -44,7 +44,7 @@ from experiments.runs.origin import Origin, kept_in
 from experiments.runs.repeat import measured_anew, repeating, same_decisions
 from experiments.runs.run import INTERRUPTED, FailedError, RunResult, execute
 from experiments.runs.run_folder import check_priced, named_folder
-from experiments.wiring.own_plots import check_plots
+from experiments.wiring.own_reports import check_reports
 from hydra_plugins.testbed_sweeper import PointsSweeper
 from testbed.errors import ConfigError
 from testbed.foreign_text import nearest
@@ -136,7 +136,7 @@ def _run_alone(overrides: list[str]) -> int:
 
 
 def _execute(config: RunConfig, folder: Path, command: str, given: list[str]) -> RunResult:
-    check_plots(config)
+    check_reports(config)
     for said in slow_engine(config):
         print(f"note         {said}", flush=True)
     return execute(config, folder, command=command, origin=Origin.of(given))

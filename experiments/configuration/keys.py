@@ -43,6 +43,7 @@ _LISTS = {  # example values of keys that hold a list
     "trace.transforms": "[{name: thin, fraction: 0.5}]",
     "trace.tenants": "[{name: chat, share: 2}, {name: batch}]",
     "report.plots": "[{_target_: mine.waiting}]",
+    "report.metrics": "[queueing_s.p99]",
 }
 _DEFINING = {  # keys without a default: a model or device file must give them
     "model": ("architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

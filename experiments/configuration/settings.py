@@ -197,6 +197,7 @@ class ReportConfig:
     margin: float = 0.02  # relative differences below this count as equal
     replicates: tuple[str, ...] = ()  # trace keys whose values are replicates, not different loads: [trace.transforms]
     warmup_s: float = 0.0  # from the first arrival: excluded from rates, and its arrivals from latencies
+    metrics: tuple[Any, ...] = ()  # also compared: [queueing_s.p99, {_target_: mine.share_slow, better: lower}]
     plots: tuple[Any, ...] = ()  # of your own: [{_target_: mine.waiting, num_bins: 30}, ...]
 
     def __post_init__(self) -> None:
@@ -210,6 +211,12 @@ class ReportConfig:
         for plot in self.plots:
             if not isinstance(plot, dict) or not isinstance(plot.get("_target_"), str):
                 raise ConfigError(f"report.plots has {shown(plot)}; name a plot as {{_target_: mine.waiting}}")
+        for metric in self.metrics:
+            if not isinstance(metric.get("_target_") if isinstance(metric, dict) else metric, str):
+                raise ConfigError(
+                    f"report.metrics has {shown(metric)}; name a key of the summary, as queueing_s.p99, or one of your "
+                    "own, as {_target_: mine.share_slow}"
+                )
 
 
 @dataclass(frozen=True, slots=True)

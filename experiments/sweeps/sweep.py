@@ -59,7 +59,7 @@ from experiments.sweeps.progress import Followed
 from experiments.wiring.build import check_makeable
 from experiments.wiring.costs import fit_file
 from experiments.wiring.foreign import check_importable
-from experiments.wiring.own_plots import check_plots
+from experiments.wiring.own_reports import check_reports
 from experiments.wiring.traces import check_trace
 from testbed.checks import require_whole_or_null
 from testbed.errors import ConfigError, TestbedError
@@ -176,7 +176,7 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
             chosen = repr([raw[group] for group in GROUPS if group not in ("trace", "record", *JUDGING)])
             if chosen not in made:
                 check_makeable(config)
-                check_plots(config)
+                check_reports(config)
                 made.add(chosen)
             swept = [item for item in overrides if len(values[item.partition("=")[0]]) > 1]
             origin = Origin.of_point(overrides, sweep.command, swept, number)

@@ -12,7 +12,7 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     (said,) = absent("Which keeps the SLO, by goodput?", has_slo=False)
     assert said == f"{begin}SLO and goodput (give an SLO, as --slo ttft_s=0.5)."
     (said,) = absent("Goodput, the P95 TTFT, or queueing?", has_slo=False)
-    in_summary = "P95 and queueing (in the summary.json of each run)"
+    in_summary = "P95 and queueing (--metric adds them, as queueing_s.p99)"
     assert said == f"{begin}goodput (give an SLO, as --slo ttft_s=0.5); {in_summary}."
     assert absent("Which has the lower P99 ITL?", has_slo=False) == []
     (said,) = absent("Which has the lower P99 ITL?", has_slo=False, has_gaps=False)
@@ -24,9 +24,9 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     (said,) = absent("Which meets its deadlines?", has_slo=False, has_deadlines=False)
     assert said == f"{begin}deadlines (of requests that have one, as by trace.deadline_s)."
     (said,) = absent("Is the mean ITL lower?", has_slo=False)
-    assert said == f"{begin}mean ITL (in the summary.json of each run)."
+    assert said == f"{begin}mean ITL (--metric adds them, as queueing_s.p99)."
     (said,) = absent("Is mean ITL traded for P99 TTFT?", has_slo=False)
-    assert said == f"{begin}mean ITL (in the summary.json of each run)."
+    assert said == f"{begin}mean ITL (--metric adds them, as queueing_s.p99)."
     assert absent("Is P99 ITL traded for the mean TTFT?", has_slo=False) == []
     assert absent("Which is fairest?", has_slo=False) == []
     (said,) = absent("What does fairness cost?", has_slo=False, has_tenants=False)
@@ -37,7 +37,7 @@ def test_what_the_question_names_and_the_report_lacks_is_said_with_what_gives_it
     assert is_asked(P99_ITL, "Which stalls?")
     (said,) = absent("P75, P99, P99.9 or P90 TTFT on a P100?", has_slo=False)
     of_table = "P75 and P99.9 (to be taken from the requests.parquet of each run)"
-    assert said == f"{begin}P90 (in the summary.json of each run); {of_table}.", "summaries have four percentiles"
+    assert said == f"{begin}P90 (--metric adds them, as queueing_s.p99); {of_table}.", "summaries have four percentiles"
 
 
 def test_an_arm_is_asked_for_by_the_level_that_sets_it_apart() -> None:

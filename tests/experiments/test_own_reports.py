@@ -1,4 +1,4 @@
-"""A user's own plot, in the user's own file, gets into reports by `_target_`: of the runs, or of the command line."""
+"""A user's own plots and metrics get into reports by `_target_`: of the runs, or of the command line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import shutil
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from analysis.load import load_run
+from analysis.load import load_run, load_sweep
 from experiments.wiring.foreign import own_classes
 from tests.experiments.kit import SHORT, TINY, Say, config_of
 
@@ -50,6 +51,21 @@ def of_two(sweep, other):
 def elsewhere(sweep):
     os.chdir("/")
     return dots(sweep)
+
+def share_slow(run, limit_s=0.1):
+    return (run.requests.ttft_s > limit_s).mean()
+
+class Longest:
+    def __init__(self, unit_s=1.0):
+        self.unit_s = unit_s
+    def __call__(self, run):
+        return run.requests.e2e_s.max() / self.unit_s
+
+def text(run):
+    return "abc"
+
+def nothing(run):
+    return None
 
 class Mute:
     pass
@@ -169,14 +185,78 @@ def test_a_plot_is_not_blamed_for_what_a_run_does() -> None:
     assert not own_classes(config_of(report__plots=[{"_target_": "mine.dots"}]))
 
 
-def test_the_example_of_the_page_runs_as_it_stands(home: Path, say: Say) -> None:
-    section = (DOCS / "extending.md").read_text().partition("## A plot\n")[2].partition("\n## ")[0]
+@pytest.mark.parametrize(("title", "file"), [("A plot", "my_plots.py"), ("A metric", "my_metrics.py")])
+def test_the_example_of_the_page_runs_as_it_stands(home: Path, say: Say, title: str, file: str) -> None:
+    section = (DOCS / "extending.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
     found = re.search(r"```python\n(.*?)```\n```sh\n(.*?)```", section, re.DOTALL)
     assert found is not None
     python, shell = found.groups()
-    example = DOCS / "examples" / "my_plots.py"
+    example = DOCS / "examples" / file
     assert python in example.read_text()
     shutil.copy(example, home)
     for line in shell.replace("\\\n", " ").splitlines():
         say(*shlex.split(line)[1:]).success()
-    assert {path.name for path in Path("other_files").glob("own_?.png")} == {"own_1.png", "own_2.png"}
+    own = {path.name for path in Path("other_files").glob("own_?.png")}
+    assert own == ({"own_1.png", "own_2.png"} if title == "A plot" else set())
+    assert ("Chosen metrics" in Path("other.md").read_text()) is (title == "A metric")
+
+
+# --- metrics ---
+
+CHOSEN = (
+    "report.metrics=[queueing_s.p90, {_target_: mine.share_slow, limit_s: 0.005, better: lower}, "
+    "{_target_: mine.Longest}, {_target_: mine.nothing}, ttft_s.mean]"
+)
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_metrics_that_a_sweep_states_are_compared_as_all_others(home: Path, say: Say) -> None:
+    say("run", "-m", *TINY, *SHORT, "scheduler.max_num_seqs=1,8", "seed=0,1,2,3", CHOSEN, "hydra.sweep.dir=s").success()
+    say("report", "s").success()
+    table = Path("report.md").read_text().partition("**Chosen metrics**")[2].partition("\n\n**")[0]
+    header, _, few, many = table.strip().splitlines()
+    names = [cell.strip() for cell in header.strip("|").split("|")][1:-1]
+    assert names == ["P90 queueing delay", "mine.share_slow(limit_s=0.005)", "mine.Longest", "mine.nothing"]
+    assert ("better" in many.split("|")[2], "lower" in many.split("|")[4]) == (True, True), many
+    baselines = [run for run in load_sweep("s").runs if run.config["scheduler"]["max_num_seqs"] == 1]
+    assert f" {sum((run.requests.ttft_s > 0.005).mean() for run in baselines) / 4:.3g} " in few
+    longest = pd.read_csv("report_files/comparisons.csv").set_index("metric").loc["mine.Longest", "baseline_value"]
+    assert longest == pytest.approx(sum(run.requests.e2e_s.max() for run in baselines) / 4)
+    say("report", "s", "--out", "b", "--metric", "{_target_: mine.share_slow, better: higher}", "--metric", "itl_s.p50")
+    table = Path("b.md").read_text().partition("**Chosen metrics**")[2].partition("\n\n**")[0]
+    assert "| mine.share_slow | P50 ITL |" in table
+
+
+WRONG = [
+    ("nope.p99", "report.metrics names nope.p99, and no run's summary has a number there; docs/analysis.md"),
+    ("queueing.p99", "has a number there; did you mean 'queueing_s.p99'? docs/analysis.md#summaryjson lists all"),
+    ("status", "report.metrics names status, and no run's summary has a number there"),
+    ("{_target_: mine.text}", "mine.text gives 'abc' for a; a metric is a number, or None where it has none"),
+    ("{_target_: mine.raises}", "ZeroDivisionError: division by zero; mend it there"),
+]
+UNMADE = [
+    ("{_target_: mine.share_slow, better: more}", "better of mine.share_slow is 'more'; choose one of lower, neither"),
+    ("{_target_: mine.share_slow, limit: 1}", "it has no parameter 'limit'; did you mean 'limit_s'?"),
+    ("{_target_: mine.Mute}", ": mine.Mute is no metric: its objects have no __call__(self, run)"),
+    ("{_target_: mine.of_two}", ": mine.of_two gets a run and what stands beside _target_, no more: missing a"),
+]
+
+
+@pytest.mark.parametrize(("metric", "said"), [*WRONG, *UNMADE])
+def test_a_metric_that_is_none_is_told_in_one_line(home: Path, say: Say, metric: str, said: str) -> None:
+    run = say("run", *TINY, *SHORT, f"report.metrics=[{metric}]", "hydra.run.dir=a")
+    if (metric, said) in UNMADE:
+        assert said in run.error()
+        assert not Path("a").exists()
+    else:
+        run.success()
+        assert said in say("report", "a").error()
+        assert not Path("report.html").exists()
+
+
+@pytest.mark.parametrize("text", ["{limit_s: 3}", "[a, b]", "a, b", "3", "{_target_: 5}"])
+def test_what_names_no_metric_on_the_command_line(tmp_path: Path, say: Say, text: str) -> None:
+    assert (
+        say("report", str(tmp_path), "--metric", text).error().startswith(f"--metric {text!r} names no metric; give ")
+    )
+    assert "report.metrics has" in say("run", *TINY, "report.metrics=[3]").error()

@@ -17,9 +17,9 @@ from testbed.core.plan import PrefillChunk
 from testbed.specs.device import DeviceSpec
 from testbed.specs.ranges import MAX_SIZE
 
-# The query tiles of all chunks: their number, the sum of their keys, the keys of the longest one, positions read,
-# positions written, and the keys of whole waves (see _whole_waves)
-Tiles = tuple[i64, i64, i64, i64, i64, i64]
+# The query tiles of all chunks: their number, the sum of their keys, the keys of the longest one, the most tiles of a
+# chunk, positions read, positions written, and the keys of whole waves (see _whole_waves)
+Tiles = tuple[i64, i64, i64, i64, i64, i64, i64]
 
 CHECKED: Final = {  # device -> its kind of mixed attention whose times were compared with measured ones
     "h100": "packed", "h200": "packed", "rtx4090": "unpacked", "rtx_pro_6000": "unpacked",
@@ -67,39 +67,54 @@ class MixedAttention:
         self._unpacked = float(group // packed)
         self._tile_ns_per_key = ns_per_pair * rows * device.num_sms / num_heads  # on one multiprocessor
         self._kv_ns_per_token, self._qo_ns_per_token = kv_ns_per_token, qo_ns_per_token
+        self._packs_heads = packs_heads
         self._floor_ns = device.kernel_factor * layers * device.attention_floor_ns
+        self._combining_ns = device.kernel_factor * layers * max(
+            0, device.decode_attention_floor_ns - device.attention_floor_ns
+        )  # fmt: skip
 
     def ns(self, of_chunks: Tiles, num_decodes: i64, context: i64, longest: i64) -> int:
         """Returns the kernels' time. Each decode is a tile. The arithmetic takes the longest of: all tiles, shared
         evenly by the multiprocessors; the longest tile; whole waves of tiles. Additional work shortens none of these.
 
+        A kernel that packs heads splits keys if the tiles of each chunk leave a fifth of the multiprocessors idle, as
+        FlashAttention 3 does (num_splits_heuristic): a chunk's tile is shared by as many multiprocessors as there are
+        for each, a decode by all, and a second kernel combines the parts.
+
         K and V of a chunk are read once, and written once for new tokens. Heads that are not packed are processed in
         turn. The more tiles a turn has, the less of the K and V that heads share is still cached for the next one.
         """
-        tiles, keys, alone, num_read, num_tokens, waves = of_chunks
+        tiles, keys, of_chunk, most, num_read, num_tokens, waves = of_chunks
+        alone = of_chunk
         if num_decodes:
             alone = max(alone, longest if longest else context // num_decodes)  # 0: not known, the mean is taken
             tiles, keys = tiles + num_decodes, keys + context
             num_read, num_tokens = num_read + context, num_tokens + num_decodes
         alone = min(alone, self._reach) + self._tile_keys
         evenly = float((keys + tiles * self._tile_keys) * self._tiled_heads) / float(self._num_sms)
-        flops_ns = max(evenly, float(max(alone, waves))) * self._tile_ns_per_key
         num_reads = min(self._unpacked, max(1.0, self._unpacked * float(tiles) / float(self._num_sms)))
         moved = num_reads * float(num_read) + float(num_tokens)  # positions of K and V
-        bytes_ns = moved * self._kv_ns_per_token + float(num_tokens) * self._qo_ns_per_token
-        return to_ns(self._floor_ns + max(flops_ns, bytes_ns))
+        qo_ns = float(num_tokens) * self._qo_ns_per_token
+        bytes_ns = moved * self._kv_ns_per_token + qo_ns
+        ns = max(max(evenly, float(max(alone, waves))) * self._tile_ns_per_key, bytes_ns)
+        num_busy = most * self._tiled_heads
+        if self._packs_heads and 5 * num_busy < 4 * self._num_sms:
+            part = float(min(of_chunk, self._reach) * num_busy) / float(self._num_sms) + float(self._tile_keys)
+            combining_ns = self._combining_ns + 2 * qo_ns  # parts are float32, written and read
+            ns = min(ns, max(max(evenly, part) * self._tile_ns_per_key, bytes_ns) + combining_ns)
+        return to_ns(self._floor_ns + ns)
 
     def tiles_of(self, prefills: tuple[PrefillChunk, ...]) -> Tiles:
-        tiles, keys, longest, num_read, num_tokens = i64(0), i64(0), i64(0), i64(0), i64(0)
+        tiles, keys, longest, most, num_read, num_tokens = i64(0), i64(0), i64(0), i64(0), i64(0), i64(0)
         for chunk in prefills:
             start, length = i64(chunk.start), i64(chunk.num_tokens)
             num_tiles = -(-length // self._tokens_per_tile)
             tiles += num_tiles
             keys += self._keys_of(start, length, num_tiles)
-            longest = max(longest, start + length)
+            longest, most = max(longest, start + length), max(most, num_tiles)
             num_read += start + length
             num_tokens += length
-        return tiles, keys, longest, num_read, num_tokens, self._whole_waves(prefills)
+        return tiles, keys, longest, most, num_read, num_tokens, self._whole_waves(prefills)
 
     def _whole_waves(self, prefills: tuple[PrefillChunk, ...]) -> i64:
         """Returns the most keys that one multiprocessor processes in whole waves of tiles. A wave counts the tiles that

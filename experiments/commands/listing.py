@@ -111,6 +111,9 @@ def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
+_FEW = 0.5  # of the rate offered: below it, both are told
+
+
 def print_summary(result: RunResult) -> None:
     summary = result.summary
     print(_what(result.manifest, result.config["backend"].get("decides")))
@@ -118,7 +121,9 @@ def print_summary(result: RunResult) -> None:
     print(f"requests     {summary['num_requests']:,} sent: {ended or 'none'}")
     throughput = summary["throughput"]
     if throughput["output_tokens_per_s"] is not None:
-        rates = f"{_rate(throughput['requests_per_s'])} req/s, {_rate(throughput['output_tokens_per_s'])} output tok/s"
+        served, offered = throughput["requests_per_s"], throughput["offered_per_s"] or 0.0
+        of = f" (of {_rate(offered)} offered)" if served < _FEW * offered else ""
+        rates = f"{_rate(served)} req/s{of}, {_rate(throughput['output_tokens_per_s'])} output tok/s"
         print(f"throughput   {rates} over {throughput['duration_s']:,.4g} s")
     for label, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s")):
         values = summary[key]

@@ -167,3 +167,14 @@ def test_where_there_is_no_terminal_a_long_run_says_how_far_it_is(
     slow = Progress(8, "real")
     slow._num = 1
     assert slow._line(40.0) == "real: 1 of 8 requests in 40 s, 0.025 req/s, 280 s left"
+
+
+@pytest.mark.parametrize(("rate", "is_told"), [(8, False), (200, True)])
+def test_a_rate_that_is_far_below_what_was_offered_stands_beside_it(
+    tmp_path: Path, say: Say, rate: int, is_told: bool
+) -> None:
+    load = ("model=llama3.1_8b", f"trace.rate={rate}", "trace.num_requests=100")
+    said = say("run", *load, f"hydra.run.dir={tmp_path / 'run'}").success()
+    found = re.search(r"^throughput   [\d.]+ req/s(.*), [\d,]+ output tok/s over", said, re.MULTILINE)
+    assert found is not None
+    assert (found[1] == " (of 232.6 offered)") is is_told

@@ -97,8 +97,8 @@ def pool_notes(config: RunConfig) -> list[str]:
     needed = num * block_bytes(config) + config.model.weight_bytes(config.tensor_parallel_size)
     if needed <= device.memory_bytes:
         return []
-    told, has = -(-needed // 10**9), int(device.memory_bytes // 10**9)  # rounded apart, as they may be close
-    return [f"cache.num_gpu_blocks={num} and the weights take {told:,} GB: more than {device.name} has ({has:,} GB)"]
+    told, has = -(-needed // 2**30), device.memory_bytes // 2**30  # rounded apart, as they may be close
+    return [f"cache.num_gpu_blocks={num} and the weights take {told:,} GiB: more than {device.name} has ({has:,} GiB)"]
 
 
 def _largest_captured(config: RunConfig) -> int:

@@ -17,6 +17,7 @@ from testbed.specs.memory import num_kv_blocks
 from testbed.specs.model import ModelSpec
 
 LLAMA = ["model=llama3.1_8b", "device=h100"]
+MEMORY = 85029158912  # of an H100: what CUDA reports
 TOKEN = 2 * 32 * 8 * 128 * 2  # K and V, layers, KV heads, head size, bfloat16
 LAYER = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336
 EMBEDDINGS = 2 * 128256 * 4096
@@ -34,7 +35,7 @@ def price(*overrides: str) -> CostModel:
 
 
 def test_the_blocks_are_what_weights_activations_and_captured_steps_leave():
-    usable = int(80e9 * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - ACTIVATIONS - GRAPHS
+    usable = int(MEMORY * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - ACTIVATIONS - GRAPHS
     assert blocks() == build.Pools(usable // (16 * TOKEN), 4 * 2**30 // (16 * TOKEN))
 
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_of_fp8_weights_has_the_price_and_the_blocks_of_a_byte_a_we
         (tmp_path / name / "config.json").write_text(json.dumps(LLAMA_CONFIG | change))
     wide, narrow = (f"model.path={tmp_path / name}" for name in ("wide", "narrow"))
     assert compose_config([narrow]).model.dtype == "fp8"
-    usable = int(80e9 * 0.9) - (32 * LAYER + 2 * EMBEDDINGS) - ACTIVATIONS - GRAPHS
+    usable = int(MEMORY * 0.9) - (32 * LAYER + 2 * EMBEDDINGS) - ACTIVATIONS - GRAPHS
     assert blocks(narrow).num_gpu_blocks == usable // (16 * TOKEN) > blocks(wide).num_gpu_blocks
     step, costs_of = BatchShape(1, 100, (), 1), [price(one) for one in (wide, narrow)]
     two, one = (cost.breakdown(step) for cost in costs_of if isinstance(cost, RooflineCost))
@@ -89,7 +90,7 @@ def test_ranks_beyond_the_kv_heads_keep_copies(size):
     kv_heads = max(1, 8 // size)
     layer = 4096 * (2 * 4096 // size + 2 * kv_heads * 128) + 3 * 4096 * 14336 // size
     temporaries = ACTIVATIONS + GRAPHS - INNER_ROWS + INNER_ROWS // size
-    usable = int(80e9 * 0.9) - 2 * (32 * layer + EMBEDDINGS // size) - temporaries
+    usable = int(MEMORY * 0.9) - 2 * (32 * layer + EMBEDDINGS // size) - temporaries
     block = 16 * 2 * 32 * kv_heads * 128 * 2
     found = blocks(f"device.tensor_parallel_size={size}")
     assert found == build.Pools(usable // block, 4 * 2**30 // block)
@@ -120,7 +121,7 @@ def test_fp8_weights_leave_room_and_keep_two_byte_activations():
 )
 def test_captured_steps_are_those_that_an_engine_would_have(settings, largest):
     activations = ACTIVATIONS - 4 * (256 - 16) * 128256 if largest == 16 else ACTIVATIONS
-    usable = int(80e9 * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - activations - GRAPHS // 2048 * largest
+    usable = int(MEMORY * 0.9) - 2 * (32 * LAYER + EMBEDDINGS) - activations - GRAPHS // 2048 * largest
     assert blocks(*settings).num_gpu_blocks == usable // (16 * TOKEN)
 
 
@@ -197,12 +198,26 @@ def test_memory_from_which_no_pool_is_made_is_noted() -> None:
     assert unused_settings(compose_config(memory)) == unused_settings(compose_config(counts)) == []
 
 
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "max_num_batched_tokens", "num_gpu_blocks"),
+    [("llama2_7b", 1, 2048, 7463), ("llama3.1_70b", 4, 8192, 30425), ("llama3.1_70b", 4, 2048, 30425),
+     ("mistral_nemo_12b", 2, 1024, 48009), ("mistral_nemo_12b", 1, 2048, 19251), ("qwen2.5_7b", 1, 2048, 65368),
+     ("qwen2.5_7b", 1, 1024, 65368), ("yi_34b", 2, 2048, 20793)],
+)  # fmt: skip
+def test_the_pool_of_an_h100_is_that_of_vllm(model, num_ranks, max_num_batched_tokens, num_gpu_blocks):
+    """Nine public runs of vLLM 0.15.1, two of which are of the same settings, with max_num_seqs=128."""
+    chosen = (f"model={model}", "device=h100", f"device.tensor_parallel_size={num_ranks}", "scheduler=vllm_v1_async")
+    limits = ("scheduler.max_num_seqs=128", f"scheduler.max_num_batched_tokens={max_num_batched_tokens}")
+    found = build.simulated_pools(compose_config([*chosen, *limits])).num_gpu_blocks
+    assert found == pytest.approx(num_gpu_blocks, rel=0 if model == "llama2_7b" else 0.025)
+
+
 def test_a_pool_that_no_such_gpu_could_hold_is_noted() -> None:
     own = build.simulated_pools(compose_config(["model=llama3.1_8b"])).num_gpu_blocks
     assert build.pool_notes(compose_config(["model=llama3.1_8b", f"cache.num_gpu_blocks={own}"])) == []
     asked = ["model=llama3.1_8b", "cache.num_gpu_blocks=1000000"]
     (note,) = build.pool_notes(compose_config(asked))
-    assert note == "cache.num_gpu_blocks=1000000 and the weights take 2,114 GB: more than h100 has (80 GB)"
+    assert note == "cache.num_gpu_blocks=1000000 and the weights take 1,969 GiB: more than h100 has (79 GiB)"
     assert build.pool_notes(compose_config([*asked, "device=cpu"])) == []
-    (close,) = build.pool_notes(compose_config(["model=llama3.1_8b", "cache.num_gpu_blocks=30600"]))  # 80.2 GB
-    assert close.endswith("and the weights take 81 GB: more than h100 has (80 GB)")
+    (close,) = build.pool_notes(compose_config(["model=llama3.1_8b", "cache.num_gpu_blocks=32900"]))  # 79.2 GiB
+    assert close.endswith("and the weights take 80 GiB: more than h100 has (79 GiB)")

@@ -1,5 +1,5 @@
 """Fits terms of a data sheet to a device's tables: those in experiments/conf/device/*.yaml for GEMMs with few rows, for
-GEMMs with many rows, and for all-reduces over NVLink."""
+GEMMs with many rows, and for all-reduces over NVLink or xGMI."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _all_reduces(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
     rows = tables.select("all_reduce").to_pandas()
     is_one = rows["num_bytes"].between(*_MESSAGES) & ~rows["kernel"].str.endswith(_TIMED_WITH_LAUNCHES)
     best = rows[is_one].groupby(["num_bytes", "num_ranks"])["time_ns"].min()
-    if len(best) < _MIN_POINTS or spec.interconnect != "nvlink":
+    if len(best) < _MIN_POINTS or spec.is_over_pcie:
         return []
     points: list[tuple[int, int]] = best.index.tolist()
 

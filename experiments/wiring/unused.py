@@ -100,7 +100,7 @@ def _unswapped(config: RunConfig, backend: SimConfig, swept: Collection[str]) ->
     why = f"scheduler.preemption={mode}, which swaps {'nothing' if mode == 'recompute' else 'only groups of sequences'}"
     notes = without_effect("backend", backend, ("swap_overlap", "replicas_per_link"), why)
     links = ["host_link_latency_ns"]
-    if config.device.interconnect == "nvlink" or config.tensor_parallel_size == 1:  # else ranks meet over it
+    if not config.device.is_over_pcie or config.tensor_parallel_size == 1:  # else ranks meet over it
         links.append("host_link_bytes_per_s")
     changed = unlike_the_library(config.device, links) if isinstance(config.cost, RooflineConfig) else []
     return notes + [f"device.{name} has no effect with {why}" for name in changed]

@@ -13,25 +13,31 @@ operations in MPICH", IJHPCA 2005.) The tree's all-reduce is NCCL's double binar
 not grow with its depth. If a switch joins all ranks (NVLink), each rank can read directly from every other one, as in
 vLLM's custom all-reduce: the whole message, or its share of the sum and then the shares of the others.
 
-Over PCIe an all-reduce of two ranks takes 20 us plus its bytes at 15 GB/s through the host's memory, or 10 us plus its
-bytes at 35 GB/s if the cards reach one another. Not modelled: links that are shared or of unequal speed.
+Through xGMI each pair of ranks has its own link, so each of n ranks has n - 1 of them. Over PCIe an all-reduce of two
+ranks takes 20 us plus its bytes at 15 GB/s through the host's memory, or 10 us plus its bytes at 35 GB/s if the cards
+reach one another; more ranks share the host's links. Not modelled: links of unequal speed, networks between nodes.
 """
 
 from __future__ import annotations
 
 from testbed.specs.device import DeviceSpec
 
-PCIE = {"pcie_p2p": (35e9, 5_000), "pcie_host": (15e9, 10_000)}  # bytes/s, ns of a hop
+PCIE = {  # bytes/s of each of two, up to four, and more ranks; ns of a hop
+    "pcie_p2p": ((35e9, 28e9, 24e9), 5_000),  # of RTX PRO 6000 Server: aiconfigurator-core 0.12.0's all-reduces
+    "pcie_host": ((15e9, 5e9, 2e9), 10_000),  # of four and more L40S: the same tables
+}
 
 
 def collectives_of(size: int, device: DeviceSpec) -> Collectives:
     """Returns the collectives between `size` devices of this kind, over its `interconnect`."""
-    bytes_per_s = device.interconnect_bytes_per_s * device.interconnect_efficiency
+    num_links = max(1, size - 1) if device.interconnect == "xgmi" else 1
+    bytes_per_s = num_links * device.interconnect_bytes_per_s * device.interconnect_efficiency
     latency_ns = device.interconnect_latency_ns
-    if device.interconnect != "nvlink":
-        bytes_per_s, latency_ns = PCIE[device.interconnect]
-        bytes_per_s = min(bytes_per_s, device.host_link_bytes_per_s)  # no faster than the slot
-    is_switched = device.interconnect == "nvlink"
+    if device.is_over_pcie:
+        rates, latency_ns = PCIE[device.interconnect]
+        rate = rates[0 if size <= 2 else 1 if size <= 4 else 2]
+        bytes_per_s = min(rate, device.host_link_bytes_per_s)  # no faster than the slot
+    is_switched = not device.is_over_pcie  # or joined as directly
     return Collectives(size, bytes_per_s, latency_ns, is_switched=is_switched, factor=device.interconnect_factor)
 
 

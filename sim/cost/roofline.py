@@ -65,6 +65,7 @@ class RooflineCost:
         sampling: SamplingParams | None = None,
     ) -> None:
         check_ranks(model, tensor_parallel_size)
+        device.check_joins(tensor_parallel_size)
         size, layers = tensor_parallel_size, model.num_hidden_layers
         layout = kv_layout or KVLayout()
         self.config = config or RooflineConfig()

@@ -11,7 +11,7 @@ from testbed.foreign_text import number, whole
 from testbed.specs.ranges import MAX_PART_NS, Expected
 
 DEVICE_KINDS = ("cuda", "cpu")
-INTERCONNECTS = ("nvlink", "pcie_p2p", "pcie_host")
+INTERCONNECTS = ("nvlink", "xgmi", "pcie_p2p", "pcie_host")
 MIXED_ATTENTION = ("packed", "unpacked", "split")
 
 _Name = Annotated[str, Expected("a name", lambda value: isinstance(value, str) and bool(value))]
@@ -26,7 +26,11 @@ _RateOr0 = Annotated[
 ]
 _Share = Annotated[float, Expected("a share from 1e-6 to 1", number(1e-6, 1))]
 _Factor = Annotated[float, Expected("a number from 0.001 to 1000", number(1e-3, 1e3))]
-_Count = Annotated[int, Expected("a whole number from 1 to 1,000,000", whole(1, 10**6))]
+_COUNT = whole(1, 10**6)
+_Count = Annotated[int, Expected("a whole number from 1 to 1,000,000", _COUNT)]
+_CountOrNone = Annotated[
+    int | None, Expected("a whole number from 1 to 1,000,000, or null", lambda value: value is None or _COUNT(value))
+]
 _CountOr0 = Annotated[int, Expected("a whole number from 0 to 1,000,000", whole(0, 10**6))]
 _Bytes = Annotated[int, Expected("a whole number of bytes, from 1 to 1e18", whole(1, 10**18))]
 _BytesOr0 = Annotated[int, Expected("a whole number of bytes, from 0 to 1e18", whole(0, 10**18))]
@@ -50,10 +54,11 @@ class DeviceSpec:
     memory_bytes_per_s: _Rate = 3.35e12
     cache_bytes: _BytesOr0 = 0  # of the last-level cache, shared by all multiprocessors
     flops_per_s: _Rate = 989e12  # dense, at 2-byte precision
-    interconnect: _Interconnect = "nvlink"  # how devices reach one another: nvlink (as published), pcie_p2p, pcie_host
-    interconnect_bytes_per_s: _RateOr0 = 450e9  # one direction, between devices; used for nvlink; 0: there is none
-    interconnect_efficiency: _Share = 1.0  # share of it that collectives reach; used for nvlink
-    interconnect_latency_ns: _Ns = 5_000  # of one hop; used for nvlink
+    interconnect: _Interconnect = "nvlink"  # how devices reach one another: nvlink, xgmi (as published), pcie_*
+    interconnect_bytes_per_s: _RateOr0 = 450e9  # one direction, of a device (nvlink) or of a link (xgmi); 0: none
+    interconnect_efficiency: _Share = 1.0  # share of it that collectives reach; used for nvlink and xgmi
+    interconnect_max_ranks: _CountOrNone = None  # devices that it joins at most; used for nvlink and xgmi
+    interconnect_latency_ns: _Ns = 5_000  # of one hop; used for nvlink and xgmi
     interconnect_factor: _Factor = 1.0  # fitted: multiplies the predicted time of collectives
     host_link_bytes_per_s: _Rate = 55e9  # PCIe, one direction, as measured rather than nominal
     host_link_latency_ns: _Ns = 10_000
@@ -77,10 +82,25 @@ class DeviceSpec:
         for field, expected in DEVICE_FIELDS.items():
             value = getattr(self, field)
             require(f"device.{field}", value, expected.holds(value), expected.text)
-        if self.interconnect == "nvlink" and not self.interconnect_bytes_per_s:
+        if not self.is_over_pcie and not self.interconnect_bytes_per_s:
             raise ConfigError(
-                f"device.interconnect=nvlink, and {self.name} has none: choose pcie_p2p or pcie_host, or give the "
-                "rate of one direction, device.interconnect_bytes_per_s"
+                f"device.interconnect={self.interconnect}, and {self.name} has none: choose pcie_p2p or pcie_host, or "
+                "give the rate of one direction, device.interconnect_bytes_per_s"
+            )
+
+    @property
+    def is_over_pcie(self) -> bool:
+        """Whether devices reach one another over PCIe, at rates that are no fields of theirs."""
+        return self.interconnect.startswith("pcie_")
+
+    def check_joins(self, tensor_parallel_size: int) -> None:
+        """Raises ConfigError if one interconnect does not join as many devices."""
+        most = None if self.is_over_pcie else self.interconnect_max_ranks
+        if most is not None and tensor_parallel_size > most:
+            raise ConfigError(
+                f"device.tensor_parallel_size is {tensor_parallel_size}; {self.interconnect} joins at most {most} of "
+                f"{self.name}, and no network between nodes is modelled: lower it, or raise "
+                "device.interconnect_max_ranks, which prices all as joined"
             )
 
 

@@ -16,7 +16,7 @@ from sim.cost.roofline import KVLayout, RooflineCost
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
 from testbed.errors import ConfigError
-from testbed.specs.device import DEVICE_FIELDS, INTERCONNECTS, MIXED_ATTENTION, DeviceSpec
+from testbed.specs.device import DEVICE_FIELDS, MIXED_ATTENTION, DeviceSpec
 from testbed.specs.model import ModelSpec
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 from tests.cost.shapes import decode, prefill, shapes
@@ -207,7 +207,7 @@ def test_through_a_switch_ranks_meet_directly_and_over_pcie_by_turns():
     one_mb = 1_000_000
     nvlink, host, p2p = (
         collectives_of(2, replace(DEVICE, interconnect=name, host_link_bytes_per_s=60e9)).all_reduce_ns(one_mb)
-        for name in INTERCONNECTS[:1] + INTERCONNECTS[:0:-1]
+        for name in ("nvlink", "pcie_host", "pcie_p2p")
     )
     assert nvlink < p2p < host
     assert host == 20_000 + one_mb / 15  # 20 us, and 15 bytes a ns
@@ -215,6 +215,17 @@ def test_through_a_switch_ranks_meet_directly_and_over_pcie_by_turns():
     assert collectives_of(2, twice).all_reduce_ns(one_mb) == pytest.approx(2 * host)
     slow = replace(DEVICE, interconnect="pcie_p2p", host_link_bytes_per_s=12e9)
     assert collectives_of(2, slow).all_reduce_ns(one_mb) == 10_000 + one_mb / 12  # no faster than its slot
+
+
+@pytest.mark.parametrize(
+    ("interconnect", "rates"),  # GB/s of each rank
+    [("nvlink", {2: 64, 4: 64, 8: 64}), ("xgmi", {1: 64, 2: 64, 3: 2 * 64, 4: 3 * 64, 8: 7 * 64}),
+     ("pcie_host", {1: 15, 2: 15, 3: 5, 4: 5, 5: 2, 8: 2, 16: 2}), ("pcie_p2p", {2: 35, 4: 28, 8: 24})],
+)  # fmt: skip
+def test_more_ranks_share_what_they_share(interconnect, rates):
+    device = replace(DEVICE, interconnect=interconnect, interconnect_bytes_per_s=64e9, host_link_bytes_per_s=60e9)
+    for size, rate in rates.items():
+        assert collectives_of(size, device).link_bytes_per_s == rate * 1e9
 
 
 # --- what a device's kernels add ---

@@ -1,5 +1,6 @@
 """The library of models and devices: every file is a valid spec, named as its file, near the published numbers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from sim.cost.roofline import RooflineCost
 from testbed.core.plan import BatchShape, PrefillChunk
+from testbed.errors import ConfigError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.memory import num_kv_blocks
 from testbed.specs.model import ModelSpec
@@ -125,6 +127,21 @@ def test_a_small_model_fits_on_every_device_and_has_a_price(name):
         > 500
     )  # fmt: skip
     assert RooflineCost(shape, spec).price(BatchShape(8, 8000, (), 8)).total_ns > 100_000
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "a100", "gb200", "mi300x", "l40s"])
+def test_more_ranks_than_an_interconnect_joins_have_no_price(name):
+    spec, shape = device(name), replace(model("qwen3_0.6b"), num_attention_heads=128)
+    most = {"a100": 16, "gb200": 72, "l40s": None}.get(name, 8)
+    assert spec.interconnect_max_ranks == most
+    for size in (8, 16, 64, 128):
+        if most is None or size <= most:
+            RooflineCost(shape, spec, tensor_parallel_size=size)
+            continue
+        with pytest.raises(ConfigError, match=rf"^device\.tensor_parallel_size is {size}; \w+ joins at most {most} of"):
+            RooflineCost(shape, spec, tensor_parallel_size=size)
+        RooflineCost(shape, replace(spec, interconnect_max_ranks=None), tensor_parallel_size=size)
+        RooflineCost(shape, replace(spec, interconnect="pcie_host"), tensor_parallel_size=size)
 
 
 def test_prices_lie_between_the_peak_and_a_third_of_it():

@@ -280,10 +280,10 @@ def test_an_all_reduce_crosses_its_link_twice_almost():
     assert bounds_ns("all_reduce", rows, SHEET)[0] == pytest.approx(2 * 3 / 4 * 1000 / 1e11 * 1e9)
 
 
-@pytest.mark.parametrize(("interconnect", "rate"), [("pcie_p2p", 25e9), ("pcie_host", 15e9)])
-def test_over_pcie_messages_cross_at_the_slots_rate(interconnect, rate):
+@pytest.mark.parametrize(("interconnect", "rates"), [("pcie_p2p", (25e9, 25e9)), ("pcie_host", (15e9, 5e9))])
+def test_over_pcie_messages_cross_at_the_slots_rate_or_share_the_hosts(interconnect, rates):
     card = DeviceSpec("l40s", interconnect=interconnect, host_link_bytes_per_s=25e9)
     for operator, num_crossings in (("all_reduce", 2), ("all_gather", 1)):
         rows = rows_of(2, operator=operator, num_bytes=10**6, num_ranks=[2, 4], time_ns=5e3, **NAMES)
-        expected = [num_crossings * (n - 1) / n * 1e6 / rate * 1e9 for n in (2, 4)]
+        expected = [num_crossings * (n - 1) / n * 1e6 / rate * 1e9 for n, rate in zip((2, 4), rates, strict=True)]
         assert bounds_ns(operator, rows, card).tolist() == pytest.approx(expected)

@@ -41,8 +41,8 @@ def test_the_librarys_own_files_say_all_of_a_device():
         begins, _ = found["defaults"]
         if begins != "_schema":
             found = read_option(folder / f"{begins}.yaml") | found
-        of_nvlink = {f"interconnect_{name}" for name in ("efficiency", "latency_ns")}
-        without = of_nvlink if found["interconnect"] != "nvlink" else set()
+        of_fabrics = {f"interconnect_{name}" for name in ("efficiency", "max_ranks", "latency_ns")}
+        without = of_fabrics if found["interconnect"].startswith("pcie_") else set()
         assert set(found) == {"defaults", *DEVICE_FIELDS} - without
 
 

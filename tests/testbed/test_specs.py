@@ -224,6 +224,8 @@ def test_a_device_whose_link_has_no_rate_has_none() -> None:
     DeviceSpec("d", interconnect="pcie_p2p", interconnect_bytes_per_s=0)
     with pytest.raises(ConfigError, match=r"interconnect=nvlink, and d has none: choose pcie_p2p or pcie_host"):
         DeviceSpec("d", interconnect_bytes_per_s=0)
+    with pytest.raises(ConfigError, match=r"interconnect=xgmi, and d has none"):
+        DeviceSpec("d", interconnect="xgmi", interconnect_bytes_per_s=0)
 
 
 @pytest.mark.parametrize("field", ["sliding_window", "word_embed_proj_dim", "head_dim"])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from analysis.format import plain, significant
 from analysis.load import Run, Sweep, swept_keys
 from analysis.measures.notes import BUSY, replay_notes
-from analysis.naming import is_of_trace, is_seed, labels_of, level_names, naming_keys, naming_rank
+from analysis.naming import is_of_trace, is_seed, labels_of, level_names, level_text, naming_keys, naming_rank
 from testbed.errors import RunFolderError
 
 
@@ -49,6 +49,19 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 def is_policy(key: str) -> bool:
     """Whether a setting distinguishes arms: seeds, the trace, SLO, report, recording and permissions do not."""
     return not is_seed(key) and not is_of_trace(key) and key.split(".")[0] not in _NO_POLICY
+
+
+def settings_apart(configs: Sequence[Mapping[str, Any]], keys: Iterable[str], told: Container[str] = ()) -> str:
+    """Those of the keys that differ between policies, as a preset's own do, with their values in the flat
+    configurations: "cache.watermark 0/0.01". Those of models, devices and backends that differ in their names are left
+    to these, and so are the keys that are told."""
+    of_policy = [key for key in keys if is_policy(key)]
+    named = {room for room in ("model", "device", "backend") if f"{room}.name" in of_policy}
+    left = [key for key in of_policy if key.partition(".")[0] not in named and key not in told]
+    levels = {
+        key: ["null" if (one := own.get(key)) is None else level_text(key, one) for own in configs] for key in left
+    }
+    return "; ".join(f"{key} {'/'.join(dict.fromkeys(of_key))}" for key, of_key in levels.items())
 
 
 def infer_arms(runs: Sequence[Run]) -> list[Arm]:

@@ -34,6 +34,7 @@ from analysis.reports.load_cautions import draining, left_out_start, outrun, war
 from testbed.errors import RunFolderError
 
 _RESOLVED = {"num_gpu_blocks": "GPU KV blocks", "num_cpu_blocks": "CPU KV blocks"}  # in manifests; depend on memory
+_LIMITS = ("max_num_seqs", "max_num_batched_tokens")  # a preset's own may decide more than its rules
 _TRANSFORMS = "trace.transforms"
 _ONE_LOAD = 1.5  # highest over least rate of what passes for one load
 _MAX_KEYS = 6  # items that are listed
@@ -221,8 +222,8 @@ def _copies(loads: Mapping[str, Sequence[Arm]]) -> Iterator[str]:
 
 
 def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
-    """A sentence on the settings in which arms differ in addition to those in their names. Settings that belong to a
-    preset in the name do not count."""
+    """A sentence on the settings in which arms differ in addition to those in their names. Of the settings that belong
+    to a preset in the name only its limits count."""
     runs = [run for arm in arms for run in arm.runs]
     named = {key for arm in arms for key in arm.naming}
     if not named:
@@ -232,7 +233,9 @@ def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
     found = [
         key
         for key in swept_keys(runs)
-        if is_policy(key) and key not in named and (key in given or not any(key.startswith(f"{b}.") for b in bundles))
+        if is_policy(key)
+        and key not in named
+        and (key in given or key.endswith(_LIMITS) or not any(key.startswith(f"{b}.") for b in bundles))
     ]
     said = []
     for key in found[:_MAX_KEYS]:
@@ -289,10 +292,11 @@ def _shown(parts: Sequence[str]) -> str:
 
 
 def _who_are(mine: Sequence[Arm], arms: Sequence[Arm], told: str) -> str:
-    """The arms as text: by a level that exactly these have, if there is one (not of the key that is told), else by
-    name."""
+    """The arms as text: by a level in their names that exactly these have, if there is one (not of the key that is
+    told), else by name."""
     names = [arm.name for arm in mine]
-    for key, level in mine[0].levels.items() if len(mine) > 1 else ():
+    for key in mine[0].naming if len(mine) > 1 else ():
+        level = mine[0].levels[key]
         if key != told and [arm.name for arm in arms if arm.levels.get(key) == level] == names:
             return f"all with {level_names({key: level})}"
     return fmt.names(names, _MAX_KEYS)

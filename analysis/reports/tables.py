@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from analysis import format as fmt
-from analysis.comparison.arms import Arm, counted, infer_arms, is_policy, stated_replicates
+from analysis.comparison.arms import Arm, counted, infer_arms, is_policy, settings_apart, stated_replicates
 from analysis.comparison.compare import LATENCY, TIMES, Comparison, Metric, mean_over_replicates, metric_of
 from analysis.comparison.effects import Effect, by_factor
 from analysis.comparison.pairs import Pair, engine_of
@@ -180,7 +180,7 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("router", values("router") if is_fleet else fmt.NOTHING),
         ("scheduler", values("scheduler")),
         ("given to all runs", _given_to_all(runs)),
-        ("the arms differ in", _apart(runs)),
+        ("the arms differ in", settings_apart([run.flat_config for run in runs], swept_keys(runs))),
         ("classes of one's own", _own_classes(runs)),
         ("commands were given in", values("started_in")),
         ("machine that ran it", values("machine")),
@@ -199,19 +199,6 @@ def _given_to_all(runs: Sequence[Run]) -> str:
     first, *others = [run.manifest.get("given") or {} for run in runs]
     alike = {key: value for key, value in first.items() if all(one.get(key) == value for one in others)}
     return "; ".join(f"{key}={value}" for key, value in alike.items() if "." in key and is_policy(key))
-
-
-def _apart(runs: Sequence[Run]) -> str:
-    """Every setting that is not the same in all arms, as a preset's own are, with its values: "cache.watermark 0/0.01".
-    Those of models and devices that differ in their names are left to these."""
-    keys = [key for key in swept_keys(runs) if is_policy(key)]
-    named = {room for room in ("model", "device") if f"{room}.name" in keys}
-    keys = [key for key in keys if key.partition(".")[0] not in named]
-    levels = {key: [run.flat_config.get(key) for run in runs] for key in keys}
-    return "; ".join(
-        f"{key} {'/'.join(dict.fromkeys('null' if one is None else level_text(key, one) for one in of_key))}"
-        for key, of_key in levels.items()
-    )
 
 
 _AS_FITTED = {"host_factor": 1.0, "device_factor": 1.0, "repeated_saving": None}  # settings that change a fit

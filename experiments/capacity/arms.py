@@ -11,10 +11,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from analysis.comparison.arms import settings_apart
 from analysis.comparison.sharing import correlation, share_between
 from analysis.load import differing_keys, flatten
 from analysis.measures.slo import SLO
-from analysis.naming import align, labels_of
+from analysis.naming import align, labels_of, naming_keys
 from experiments.configuration.compose import check_values, compose_raw
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.grammar import parsed
@@ -53,6 +54,7 @@ class Arm:
     num_requests: tuple[int, ...]
     correlation: float
     is_simulated: bool
+    naming: tuple[str, ...] = ()  # the keys from which its name is made
 
     @property
     def unit(self) -> str:
@@ -98,9 +100,16 @@ def _named(arms: Sequence[Arm], options: Sequence[dict[str, Any]]) -> list[Arm]:
     """The arms with names as in reports: the fewest settings that distinguish them."""
     configs = [flatten(arm.raw) | chosen for arm, chosen in zip(arms, options, strict=True)]
     align(configs)
-    given = [(config, Path(arm.name)) for config, arm in zip(configs, arms, strict=True)]
-    labels = labels_of(given, differing_keys(configs))
-    return [replace(arm, name=label) for arm, label in zip(arms, labels, strict=True)]
+    given, keys = [(config, Path(arm.name)) for config, arm in zip(configs, arms, strict=True)], differing_keys(configs)
+    naming = tuple(naming_keys(configs, keys))
+    return [replace(arm, name=label, naming=naming) for arm, label in zip(arms, labels_of(given, keys), strict=True)]
+
+
+def beyond_names(arms: Sequence[Arm]) -> str:
+    """The settings in which the arms differ beyond their names, with their values (see `settings_apart`)."""
+    configs = [flatten(arm.raw) for arm in arms]
+    align(configs)
+    return settings_apart(configs, differing_keys(configs), told=arms[0].naming)
 
 
 def _choices(overrides: Sequence[str], library: Library) -> dict[str, list[str]]:

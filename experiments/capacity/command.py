@@ -16,6 +16,7 @@ from analysis.comparison.wording import interval_text, verdict_text
 from analysis.measures.slo import LIMITS
 from analysis.measures.statistics import mean_of_all
 from analysis.reading.frames import json_safe
+from experiments.capacity.arms import beyond_names
 from experiments.capacity.found import Capacity, Found, Replicate
 from experiments.capacity.search import MAX_DOUBLINGS
 from experiments.capacity.study import find_capacity
@@ -56,7 +57,9 @@ def main(arguments: list[str]) -> int:
         into = [] if options.out else ["--out", str(folder)]
         again = shlex.join(["testbed", "capacity", *arguments, *into])
         raise KeyboardInterrupt(f"interrupted; the points that were done are kept, go on with: {again}") from None
-    said = [f"note: {sentence}" for one in found.found for sentence in warnings(one)]
+    differing = beyond_names([one.arm for one in found.found])
+    said = [f"note: the policies differ beyond their names, in {differing}"] if differing else []
+    said += [f"note: {sentence}" for one in found.found for sentence in warnings(one)]
     if len(found.seeds) == 1:
         said.append(f"note: {OF_ONE_SEED}")
     elif any(min(one.attainments, default=1.0) < one.arm.share for one in found.found):

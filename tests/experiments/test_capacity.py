@@ -17,7 +17,7 @@ from analysis.load import load_run
 from analysis.measures.capacity import Edge, Load, count_load, edge_change, mean_edge
 from analysis.measures.slo import SLO
 from experiments import find_capacity
-from experiments.capacity.arms import parse
+from experiments.capacity.arms import beyond_names, parse
 from experiments.capacity.command import warnings, without_capacity
 from experiments.capacity.found import Found, Replicate
 from experiments.capacity.points import SloWatch
@@ -259,6 +259,7 @@ def test_the_table_the_files_and_the_names(tmp_path: Path, say: Say) -> None:
     said = say("capacity", *(item for item in BUSY if "max_num_seqs" not in item), *more).success()
     assert re.search(r"^\| max num seqs 2 +\| [\d.]+ req/s +\| [\d.]+ ", said, re.MULTILINE)
     assert "note: one seed: the interval takes requests as independent, which they are not" in said
+    assert "beyond their names" not in said
     result = json.loads((tmp_path / "capacity.json").read_text())
     two, eight = result["policies"]
     assert two["capacity"] < eight["capacity"]
@@ -279,6 +280,21 @@ def test_policies_are_called_as_in_a_report() -> None:
     last = "queue order priority(ageing_per_s=0.1)"
     assert [arm.name for arm in arms[:2]] == ["vllm_v1, queue order fcfs", f"vllm_v1, {last}"]
     assert arms[3].name == f"sarathi, {last}"
+    said = beyond_names(arms)
+    assert said.startswith("scheduler.composition unified/decode_first; scheduler.preemption auto/recompute; ")
+    assert "queue_order" not in said
+    assert "max_num_seqs" not in said, "one for all"
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_settings_of_presets_that_differ_are_said_with_their_capacities(tmp_path: Path, say: Say) -> None:
+    presets = ("scheduler=vllm_v1,sarathi", "slo.ttft_s=1", "trace.num_requests=20", "--out", str(tmp_path))
+    said = say("capacity", *presets).out
+    (note,) = [
+        line for line in said.splitlines() if line.startswith("note: the policies differ beyond their names, in")
+    ]
+    assert "; scheduler.max_num_seqs 256/128; " in note
+    assert f"- {note}" in (tmp_path / "capacity.md").read_text()
 
 
 @pytest.mark.usefixtures("unrendered")

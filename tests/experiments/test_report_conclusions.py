@@ -109,7 +109,8 @@ def test_a_setting_that_goes_along_with_another_is_named(tmp_path: Path) -> None
     for scheduler, blocks in (("vllm_v1", 700), ("sarathi", 900)):
         ran(tmp_path / scheduler, scheduler=scheduler, cache={"num_gpu_blocks": blocks})
     said = report(tmp_path)
-    assert "The arms differ in more than their names say: num gpu blocks (900 in sarathi; 700 in vllm_v1)." in said
+    limits = "max num seqs (128 in sarathi; 256 in vllm_v1), max num batched tokens (512 in sarathi; 2048 in vllm_v1)"
+    assert f"their names say: {limits} and num gpu blocks (900 in sarathi; 700 in vllm_v1)." in said
 
 
 def test_arms_that_share_a_value_are_named_by_the_level_that_they_share(tmp_path: Path) -> None:
@@ -118,12 +119,13 @@ def test_arms_that_share_a_value_are_named_by_the_level_that_they_share(tmp_path
             cache = {"num_gpu_blocks": blocks, "prefix_caching": caching}
             ran(tmp_path / f"{scheduler}{caching}", scheduler=scheduler, cache=cache)
     said = report(tmp_path)
-    assert "say: num gpu blocks (900 in all with sarathi; 700 in all with vllm_v1)." in said
+    assert "The arms differ in more than their names say: max num seqs (128 in all with sarathi; 256 in all" in said
+    assert " and num gpu blocks (900 in all with sarathi; 700 in all with vllm_v1)." in said
 
 
 def test_a_pool_that_follows_from_memory_is_named_too(tmp_path: Path) -> None:
     ran_each(tmp_path)
-    assert "The arms differ in more than their names say: GPU KV blocks (" in report(tmp_path)
+    assert "512 in sarathi; 2048 in vllm_v1) and GPU KV blocks (" in report(tmp_path)
     ran_each(tmp_path / "same", ("vllm_v1", "vllm_v1_0_8"))
     assert "differ in more than" not in report(tmp_path / "same")
 

@@ -60,7 +60,7 @@ def cautions(
     found = [(load, text) for load, group in loads.items() for text in idle_settings(group)]
     for load, group in loads.items():
         here = _unlike(group) if replicated else []
-        here += [*outrun(group), *_uneven(group), *warm_up(group, margin), *never_triggered(group)]
+        here += [*outrun(group, margin), *_uneven(group), *warm_up(group, margin), *never_triggered(group)]
         found += [(load, text) for text in here]
     for text, at in grouped(found, lambda one: one[1]).items():
         said.append(told_at(fmt.listing([load for load, _ in at]) if len(at) < len(loads) else "", text))

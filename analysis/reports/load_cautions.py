@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from analysis import format as fmt
 from analysis.comparison.arms import Arm, counted, grouped
-from analysis.comparison.compare import ignored
+from analysis.comparison.compare import RATES, Metric, compare, ignored
+from analysis.comparison.wording import change_text
 from analysis.load import Run
 from analysis.measures.statistics import mser5
 from analysis.reports.keeping_up import began_within_s, is_closed_loop, judged, state_of, who
@@ -17,18 +19,47 @@ from analysis.reports.tables import replicate_names
 _MAX_NAMED = 6  # arms or replicates
 
 
-def outrun(arms: Sequence[Arm]) -> Iterator[str]:
-    """A sentence on the arms that are beyond their capacity."""
+def outrun(arms: Sequence[Arm], margin: float) -> Iterator[str]:
+    """Sentences on the arms that are beyond their capacity, and on rates there that say what was served first."""
     known = judged(arms)
     beyond = [one for one in known if one.state == "beyond"]
     if beyond:
         names = who(known, "beyond").replace("every arm", "Every arm")
         shown = _how_outrun([run for one in beyond for run in one.runs], sum(one.num_runs for one in beyond))
+        put_off = _putting_off(arms, margin)
         yield (
             f"{names} {'is' if len(beyond) == 1 or names == 'Every arm' else 'are'} beyond capacity: {shown} until the "
-            "last one came. Such latencies depend on how long the trace is, and so does how many keep an SLO; compare "
-            "throughputs there, or lower the rate."
+            "last one came. Such latencies depend on how long the trace is, and so does how many keep an SLO; "
+            f"{'' if put_off else 'compare throughputs there, or '}lower the rate."
         )
+        if put_off:
+            yield (
+                f"Until the last one came, {fmt.listing(put_off, _MAX_NAMED)}: there the arms differ more in what they "
+                "serve first than in how fast, and in an overload that lasts, what is put off starves."
+            )
+
+
+def _finished_per_s(run: Run) -> float | None:
+    duration_s = run.summary["duration_s"]
+    return run.summary["num_finished"] / duration_s if duration_s else None
+
+
+_LEFT = 0.5
+_OVER_ALL = Metric("requests/s", "finished_per_s", 1, RATES[0].write, _finished_per_s)
+
+
+def _putting_off(arms: Sequence[Arm], margin: float) -> list[str]:
+    """The arms whose rates differ from the baseline's while requests come, and by less than _LEFT of that (or to the
+    other side) over the whole run."""
+    of_arm = grouped(compare(arms, arms[0], [_OVER_ALL, *RATES], margin), lambda row: row.arm)
+    told, limit = [], math.log1p(margin)
+    for name, (whole, *rates) in of_arm.items():
+        unlike = [row for row in rates if abs(row.log_ratio) > limit and whole.log_ratio / row.log_ratio < _LEFT]
+        if unlike and whole.estimate is not None:
+            changes = fmt.listing([f"{change_text(row)} {row.metric.label}" for row in unlike])
+            whole_text = f"{change_text(whole)} {whole.metric.label} over the whole runs"
+            told.append(f"{name} has {changes} against {arms[0].name}, but {whole_text}")
+    return told
 
 
 def _how_outrun(runs: Sequence[Run], num_of: int) -> str:

@@ -167,6 +167,19 @@ def test_a_load_beyond_capacity_is_flagged(tmp_path: Path) -> None:
     assert "At rate = 400 requests/s: Every arm is beyond capacity" in said
     assert "At rate = 10 requests/s: Every arm is beyond capacity" not in said
     assert "beyond the capacity of every arm at rate = 400 requests/s" in said
+    assert "At rate = 400 requests/s: Until the last one came" not in said, "the presets serve in one order"
+
+
+def test_beyond_capacity_a_rate_that_short_requests_served_first_make_is_told_from_a_faster_one(tmp_path: Path) -> None:
+    for order in ("fcfs", "sjf"):
+        scheduler = {"name": "vllm_v1", "queue_order": order}
+        ran(tmp_path / order, scheduler=scheduler, trace={"num_requests": 600, "rate": 400.0}, cache=TIGHT)
+    said = report(tmp_path)
+    assert re.search(
+        r"Until the last one came, queue order sjf has \+\d+ % requests/s and \+\d+ % output tokens/s against queue "
+        r"order fcfs, but [+−]?\d(\.\d)? % requests/s over the whole runs: ", said
+    ), said[:3000]  # fmt: skip
+    assert "compare throughputs there" not in said
 
 
 def test_one_factor_at_a_time_has_no_main_effects(tmp_path: Path) -> None:

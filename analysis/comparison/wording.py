@@ -14,7 +14,7 @@ from analysis.comparison.compare import Comparison, Metric
 from analysis.comparison.effects import Effect
 from analysis.naming import factor_name, level_text
 
-_UNLIKE_BY = 1.2
+_UNLIKE_BY = 0.05  # of the baseline, and of what is several times as much
 
 
 def no_more_than(verdicts: Collection[str], margin: float) -> str:
@@ -40,24 +40,27 @@ def change_text(comparison: Comparison) -> str:
 
 
 def reached_text(comparison: Comparison) -> str:
-    """The change and the arm's mean: "−23 %, to 1.2 s"; only the change if this has the mean already, none is, it went
-    the other way, or its own change `is_unlike` this one."""
+    """The change and the arm's mean: "−23 %, to 1.2 s"; the change of the arms' means in its place, if that `is_unlike`
+    the other; only the change if this has the mean already, or none is."""
     said, value, base = change_text(comparison), comparison.value, comparison.base
-    if value is None or said.startswith("from ") or is_unlike(comparison, base):
+    if value is None or said.startswith("from "):
         return said
-    is_opposed = base is not None and comparison.estimate is not None and (value - base) * comparison.estimate.value < 0
-    return said if is_opposed else f"{said}, to {comparison.metric.write(value)}"
+    if base and is_unlike(comparison, base):
+        return f"{said}, of the means {fmt.change(100 * (value / base - 1))}"
+    return f"{said}, to {comparison.metric.write(value)}"
 
 
 def is_unlike(comparison: Comparison, base: float | None) -> bool:
-    """Whether a change over replicates differs much from the ratio of the means: it is a mean of ratios, in which a
-    small value counts as much as a large one. base: the baseline's mean."""
+    """Whether a change over replicates differs by more than _UNLIKE_BY from that of the means, or has the other sign:
+    it is a mean of ratios, in which a small value counts as much as a large one. base: the baseline's mean."""
     estimate, value = comparison.estimate, comparison.value
     if estimate is None or estimate.scale != "log_ratio" or estimate.method.startswith("circular blocks"):
         return False
     if not value or not base:
         return False
-    return abs(estimate.value - math.log(value / base)) > math.log(_UNLIKE_BY)
+    ratio, of_means = math.exp(estimate.value), value / base
+    is_opposed = comparison.is_claim and (ratio - 1) * (of_means - 1) < 0
+    return is_opposed or abs(ratio - of_means) > _UNLIKE_BY * max(1.0, ratio)
 
 
 def difference_text(metric: Metric, difference: float) -> str:

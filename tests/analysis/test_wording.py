@@ -68,8 +68,16 @@ def test_a_change_and_its_interval_have_one_notation(change, low, high, text):
     assert said.startswith(change_text(row).replace("\u00a0", " ")), "alone it is written alike"
 
 
-@pytest.mark.parametrize(("value", "said"), [(1.2, "+10 %, to 1.20 s"), (0.9, "+10 %"), (None, "+10 %")])
-def test_the_mean_that_is_reached_is_told_unless_it_went_the_other_way(value: float | None, said: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (1.14, "+10 %, to 1.14 s"),
+        (1.2, "+10 %, of the means +20 %"),
+        (0.99, "+10 %, of the means −1.0 %"),
+        (None, "+10 %"),
+    ],
+)
+def test_where_the_means_have_another_change_it_is_told_and_not_what_is_reached(value: float | None, said: str) -> None:
     """Of 10 s and 0.1 s, which become 9 s and 0.13 s, the ratios have a mean above 1, and the mean is less."""
     estimate = Estimate(math.log(1.1), 0.05, 0.2, 5, "paired t", "log_ratio")
     row = Comparison("arm", LATENCY[0], value, estimate, "higher", base=1.0)
@@ -136,7 +144,7 @@ def test_a_cell_says_when_not_its_own_interval_but_the_correction_speaks(low, sa
 
 
 @pytest.mark.usefixtures("unrendered")
-@pytest.mark.parametrize(("last", "is_marked"), [(90.0, True), (2.2, False)])
+@pytest.mark.parametrize(("last", "is_marked"), [(90.0, True), (2.2, True), (1.5, False)])
 def test_a_change_far_from_the_ratio_of_the_means_beside_it_is_marked(tmp_path, last, is_marked):
     write_runs(tmp_path, chunked=[False, True], seed=[0, 1, 2], num_requests=10)
     arms = infer_arms(load_sweep(tmp_path).runs)

@@ -52,7 +52,7 @@ def decided_steps(run: Run, *, explained: bool = True) -> Iterator[DecidedStep]:
     Raises RunFolderError if the decisions are missing, incomplete, or of another run.
     """
     file = run.path / DECISIONS_FILE
-    need = "run it with record.explain=true, or let `testbed explain <run> --keep <folder>` repeat it"
+    need = f"run it with record.explain=true, or let `testbed explain {run.path} --keep <folder>` repeat it"
     if not file.is_file():
         raise RunFolderError(f"{run.path} has no {DECISIONS_FILE}; {need}")
     rows = FileRows(run.path / "steps.parquet")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -15,8 +17,9 @@ WORST, FEW = 10, 3  # requests of a list
 _NAMED = 5
 
 
-def explain_run(run: Run) -> str:
-    """A text on why the run's requests waited: the answer in three lines, then causes, preemptions, worst requests."""
+def explain_run(run: Run, folder: Path | None = None) -> str:
+    """A text on why the run's requests waited: the answer in three lines, then causes, preemptions, worst requests.
+    folder: of which `run` is a repetition, and that is explained; None: its own."""
     told = Told(run)
     waits, preemptions = told.waits, told.preemptions
     requests = told.requests.set_index("request_id")
@@ -30,8 +33,8 @@ def explain_run(run: Run) -> str:
     requests["cause"] = main.reindex(requests.index)  # the cause with the longest wait
     lost = _lost_ns(preemptions, requests["end_ns"])
     return "\n".join(
-        [*_answer(requests, waits, preemptions, lost), "", *_by_cause(waits, len(requests)),
-         *_preempted(preemptions), *_worst(requests)]
+        [*_answer(requests, waits, preemptions, lost), *_longest(requests, folder or run.path), "",
+         *_by_cause(waits, len(requests)), *_preempted(preemptions), *_worst(requests)]
     )  # fmt: skip
 
 
@@ -61,11 +64,16 @@ def _answer(requests: pd.DataFrame, waits: pd.DataFrame, preemptions: pd.DataFra
         )
     else:
         lines.append("Nobody was preempted.")
-    worst = requests["wait_ns"].idxmax()
-    if total:
-        why = _one_line(requests.loc[str(worst)])
-        lines.append(f"Longest in all: {worst} {why}; `testbed explain <run> {worst}`.")
     return lines
+
+
+def _longest(requests: pd.DataFrame, folder: Path) -> list[str]:
+    """A line on the request that waited longest, with the command that explains it; none if none waited."""
+    worst = str(requests["wait_ns"].idxmax())
+    if not requests["wait_ns"].any():
+        return []
+    why, command = _one_line(requests.loc[worst]), shlex.join(["testbed", "explain", str(folder), worst])
+    return [f"Longest in all: {worst} {why}; `{command}`."]
 
 
 def _by_cause(waits: pd.DataFrame, num_requests: int) -> list[str]:

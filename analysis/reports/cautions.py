@@ -27,7 +27,7 @@ from analysis.comparison.wording import told_at
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.notes import Note, price_notes, rate_notes, replay_notes, told
 from analysis.measures.replicas import routing_notes
-from analysis.naming import NAMING_KEYS, factor_name, level_names, level_text, naming_keys
+from analysis.naming import NAMING_KEYS, align, factor_name, level_names, level_text, naming_keys
 from analysis.reading.files import read_manifest, read_yaml
 from analysis.reports.fidelity_findings import engine_noise_said
 from analysis.reports.load_cautions import draining, left_out_start, outrun, warm_up
@@ -171,7 +171,8 @@ def _arm_of(folder: Path, arms: Sequence[Arm]) -> str:
     except RunFolderError:
         swept = read_manifest(folder).get("swept") or {}
         return level_names({key: value for key, value in swept.items() if is_policy(key)})
-    configs = [*(run.flat_config for arm in arms for run in arm.runs), config]
+    configs = [*(dict(arm.runs[0].flat_config) for arm in arms), config]
+    align(configs)
     policies = [key for key in config if is_policy(key) and len({repr(one.get(key)) for one in configs}) > 1]
     kept = [key for key in policies if not key.startswith("hydra.")]
     return level_names({key: config[key] for key in naming_keys(configs, kept)}) or fmt.listing([a.name for a in arms])

@@ -246,7 +246,8 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
         caption = f"{what.capitalize()}{where}{means if what in told else ''}"
         table = tables.ablation_table(caption, arms, part, () if what in told else rows, report.margin, slo)
         assumed = [tables.ASSUMED_FAIR] if what == "tenants" else []
-        made.append(replace(table, note=" ".join([*assumed, *filter(None, [table.note])])))
+        if table.headers[1:]:  # else nothing of it was recorded
+            made.append(replace(table, note=" ".join([*assumed, *filter(None, [table.note])])))
     made += class_tables(arms, classes, where, report.margin, slo)
     method = findings.interval_method(rows, num, on_one_replicate(arms)) if len(arms) > 1 else ""
     is_new = all(method != other["method"] for other in sections.ablation)  # stated once

@@ -58,7 +58,7 @@ def ablation_table(
         for metric in metrics:
             row = found.get((arm.name, metric.path))
             if row is None:
-                cells.append(Cell(metric.write(mean_over_replicates(arm, metric, slo))))
+                cells.append(Cell(_written(metric, mean_over_replicates(arm, metric, slo))))
                 continue
             size = "" if row.effect is None else f"d = {fmt.significant(row.effect, 2)}"
             sign = _SIGN if is_unlike(row, mean_over_replicates(arms[0], metric, slo)) else ""
@@ -71,14 +71,21 @@ def ablation_table(
 
 
 def _told_once(arms: Sequence[Arm], metrics: Sequence[Metric], slo: SLO | None) -> dict[Metric, str]:
-    """Each metric without a better direction that is equal in all arms, or of one arm 0 or unknown, with its value;
-    none if all are."""
+    """Each metric without a better direction that is equal in all arms, or of one arm 0 or unknown, with its value; if
+    all are, those that are unknown."""
     told = {}
     for metric in (one for one in metrics if not one.better):
-        values = [mean_over_replicates(arm, metric, slo) for arm in arms]
-        if len({*map(metric.write, values)}) == 1 and (len(arms) > 1 or not values[0]):
-            told[metric] = f"{metric.label} {metric.write(values[0]).replace(fmt.NOTHING, 'not recorded')}"
-    return told if len(told) < len(metrics) else {}
+        texts = {_written(metric, mean_over_replicates(arm, metric, slo)) for arm in arms}
+        if len(texts) == 1 and (len(arms) > 1 or not texts.isdisjoint((fmt.NOTHING, metric.write(0.0)))):
+            told[metric] = texts.pop()
+    unknown = {metric: text for metric, text in told.items() if text == fmt.NOTHING}
+    shown = told if len(told) < len(metrics) else unknown
+    return {metric: f"{metric.label} {text.replace(fmt.NOTHING, 'not recorded')}" for metric, text in shown.items()}
+
+
+def _written(metric: Metric, value: float | None) -> str:
+    """The value as text: a dash for a time that was not recorded, and not reached if it is a latency."""
+    return fmt.NOTHING if value is None and not metric.better else metric.write(value)
 
 
 ASSUMED_FAIR = (

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     if options.request is not None:
         refuse_unknown(load_run(options.run), options.request)
     with explained(options.run, options.keep) as (run, source):
-        text = explain_run(run) if options.request is None else explain_request(run, options.request)
+        text = explain_run(run, options.run) if options.request is None else explain_request(run, options.request)
         is_complete = run.is_complete
     print("\n".join(map(visible, text.split("\n"))))  # names of requests are whatever the trace says
     print(f"\nsource       {source}")

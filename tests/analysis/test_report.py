@@ -370,6 +370,18 @@ def test_a_run_that_left_no_configuration_is_called_what_its_sweep_gave_it(tmp_p
     assert said == "1 run of watermark 0.1 failed or did not end, and is left out (.: config.yaml missing)."
 
 
+def test_runs_of_one_class_that_failed_are_told_apart_by_its_arguments(tmp_path):
+    change_config(write_run(tmp_path / "done", **FEW), scheduler__queue_order="fcfs")
+    arms, missing = infer_arms([load_run(tmp_path / "done")]), []
+    for num in (2, 3):
+        folder = write_run(tmp_path / str(num), **FEW)
+        change_config(folder, scheduler__queue_order={"_target_": "mine.Own", "n": num})
+        missing.append((folder, "TypeError"))
+    assert [text.partition(" failed")[0] for text in lost(arms, missing, tmp_path)] == [
+        f"1 run of queue order Own(n={num})" for num in (2, 3)
+    ]
+
+
 def test_runs_that_an_interrupted_sweep_left_are_one_sentence(tmp_path):
     for eviction in ("lru", "fifo"):
         change_config(write_run(tmp_path / "done" / eviction, **FEW), cache__eviction=eviction)

@@ -234,6 +234,10 @@ def test_what_is_equal_in_all_arms_takes_no_column(tmp_path):
 
     assert told(arms, metrics) == (("preempted",), "The same in all arms: sent 40, swapped 0, unknown not recorded.")
     assert told(arms[1:], metrics) == (("sent", "preempted"), "Left out: swapped 0, unknown not recorded.")
+    alike, took = (metrics[0], metrics[2], metrics[3]), Metric("took", "took", 0, fmt.seconds)
+    assert told(arms, [*alike, took]) == (
+        ("sent", "swapped"), "The same in all arms: unknown not recorded, took not recorded."
+    ), "what is known is not hidden"  # fmt: skip
     assert told(arms, metrics[:1]) == (("sent",), ""), "a table has a column"
     assert told(arms, [*LATENCY[:1], metrics[2]])[0] == (LATENCY[0].label,)
     assert told(arms[1:], [replace(metrics[2], better=1), metrics[3]])[0] == ("swapped",), "a goodput of 0 is a result"

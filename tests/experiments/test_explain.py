@@ -140,6 +140,9 @@ def test_a_simulated_run_without_decisions_is_simulated_again(plain: Path, tmp_p
     digest = json.loads(before["manifest.json"])["digest"]
     said = say("explain", str(plain)).success()
     assert said.startswith("16 requests waited ")
+    assert re.search(
+        rf"^Longest in all: (r\d+) .*; `testbed explain {re.escape(str(plain))} \1`\.$", said, re.MULTILINE
+    )
     assert f"the run was simulated again: the same decision digest ({digest})" in said
     assert {file.name: file.read_bytes() for file in plain.iterdir()} == before
     kept = tmp_path / "kept"

@@ -170,6 +170,14 @@ def test_a_load_beyond_capacity_is_flagged(tmp_path: Path) -> None:
     assert "At rate = 400 requests/s: Until the last one came" not in said, "the presets serve in one order"
 
 
+def test_what_was_not_recorded_is_said_to_be_so_and_has_no_table(tmp_path: Path) -> None:
+    ran_each(tmp_path, record={"steps": False})
+    said = report(tmp_path)
+    assert "time of recompute not recorded, time of swaps not recorded." in said
+    assert "not reached" not in said
+    assert "How full the engine was" not in said
+
+
 def test_beyond_capacity_a_rate_that_short_requests_served_first_make_is_told_from_a_faster_one(tmp_path: Path) -> None:
     for order in ("fcfs", "sjf"):
         scheduler = {"name": "vllm_v1", "queue_order": order}

@@ -232,7 +232,7 @@ def test_a_change_over_draws_from_one_record_has_an_interval_that_allows_for_it(
     for name, chunk, seed in itertools.product(arms, (512, 2048), range(4)):
         folder = tmp_path / "runs" / f"{name}-{chunk}-{seed}"
         ran(folder, trace=trace, scheduler={"name": name, "max_num_batched_tokens": chunk}, seed=seed)
-        times[name, chunk, seed] = metric.of(load_run(folder).summary)
+        times[name, chunk, seed] = metric.of(load_run(folder))
     change = np.array([[np.log(times[arms[1], n, i] / times[arms[0], n, i]) for i in range(4)] for n in (512, 2048)])
     found = arms_of(tmp_path / "runs")
     baseline, other = (next(arm for arm in found if run_of(arm, name, 2048)) for name in arms)

@@ -139,8 +139,8 @@ PARTS = {  # of testbed: what each may import of the others, also for type check
     "testbed.traces": ("testbed.core",),
 }
 ANYONE_MAY = (
-    "testbed.arrow", "testbed.checks", "testbed.errors", "testbed.foreign_text", "testbed.lazy_heap", "testbed.output",
-    "testbed.streams", "testbed.seeds", "testbed.wording",
+    "testbed.arrow", "testbed.checks", "testbed.composites", "testbed.errors", "testbed.foreign_text",
+    "testbed.lazy_heap", "testbed.output", "testbed.streams", "testbed.seeds", "testbed.wording",
 )  # fmt: skip
 
 

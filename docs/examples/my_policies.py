@@ -23,7 +23,7 @@ from testbed.core.request import Request
 from testbed.core.sequence import Sequence
 from testbed.core.step import Step
 from testbed.policies.compositions.swap_in import take_all_back
-from testbed.policies.context import LengthOracle, PolicyContext, bind
+from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.orders import KeyedQueue
 from testbed.policies.queue_order import FCFS
 from testbed.routing.routers import Replicas, Router
@@ -294,11 +294,10 @@ class BoundedSteps:
     `max_step_ms`: so are the gaps between the tokens of those that decode. Prompts get at least `min_chunk` tokens."""
 
     def __init__(self, of: Composition, max_step_ms: float, min_chunk: int = 16) -> None:
-        self._of, self._max_ns, self._min_chunk = of, int(max_step_ms * 1e6), min_chunk
+        self.parts, self._max_ns, self._min_chunk = (of,), int(max_step_ms * 1e6), min_chunk
 
     def bind(self, context: PolicyContext) -> None:
         self._step_ns = context.estimator.step_ns
-        bind(self._of, context)
 
     def compose(self, step: Step) -> None:
         contexts = [seq.num_tokens for seq in step.running() if seq.seq_id not in step.prefilling]
@@ -313,7 +312,7 @@ class BoundedSteps:
                 most = size - 1
         if contexts:
             step.token_budget = min(step.token_budget, len(contexts) + least)
-        self._of.compose(step)
+        self.parts[0].compose(step)
 
 
 # --- a router, in front of several simulated replicas ---

@@ -11,6 +11,7 @@ from experiments.configuration.policies import make_policy
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.config import SimConfig
+from testbed.composites import declared
 from testbed.errors import ConfigError
 from testbed.policies.preemption import Cheaper, Swap
 
@@ -113,7 +114,7 @@ def check_hits(config: RunConfig, composition: Any) -> None:
     if config.is_simulated or not config.cache.prefix_caching:
         return
     name, key = config.scheduler.name, "scheduler.kv_rules"
-    if rules.hits_visible == "plan" and getattr(composition, "splits_prompts", True):
+    if rules.hits_visible == "plan" and declared(composition, "splits_prompts", True):
         raise ConfigError(
             f"{key}.hits_visible=plan counts chunks as cached before they are computed (as does {name}), and a "
             "real engine would give wrong tokens: set cache.prefix_caching=false, or "
@@ -158,7 +159,7 @@ def check_steps(config: RunConfig, composition: Any, num_tokens: int, max_model_
     A composition that does not split prompts computes a prompt longer than the token budget in a step of its own. A
     preempted sequence that has outgrown the budget is computed the same way.
     """
-    if not getattr(composition, "splits_prompts", True) and max_model_len > num_tokens:
+    if not declared(composition, "splits_prompts", True) and max_model_len > num_tokens:
         raise ConfigError(
             f"scheduler={config.scheduler.name} splits no prompt: a step may have max_model_len ({max_model_len}) "
             f"tokens, and vLLM's workers were sized for {num_tokens}: start it with max_num_batched_tokens of as many"

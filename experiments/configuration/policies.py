@@ -12,6 +12,7 @@ from typing import Any
 from experiments.configuration.foresight import foresight_of
 from experiments.configuration.own_class import has_method, instantiate
 from testbed.blocks import eviction
+from testbed.composites import with_parts
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.policies import admission, oracle, orders, preemption, victim
@@ -126,15 +127,17 @@ def shipped_name(key: str, choice: Any) -> str | None:
 
 
 def _refuse_foresight(key: str, target: str, policy: Any) -> None:
-    """Raises ConfigError if a user's class reads the future length of an output."""
-    read = foresight_of(resolve_name(target), type(policy))
-    if read:
-        instead = "ask context.oracle.predict(seq) instead, and choose what it may know with scheduler.oracle"
-        if key == "backend.router":
-            instead = "go by the prompt, and by what the replicas show"
-        raise ConfigError(
-            f"{key}: {target} reads {read}, which says how long an output will be, as no scheduler knows; {instead}"
-        )
+    """Raises ConfigError if a user's class, or that of one of its parts, reads the future length of an output."""
+    named: dict[str, tuple[Any, ...]] = {target: (resolve_name(target), type(policy))}
+    named |= {f"{type(one).__module__}.{type(one).__qualname__}": (type(one),) for one in with_parts([policy])[1:]}
+    for name, made in named.items():
+        if read := foresight_of(*made):
+            instead = "ask context.oracle.predict(seq) instead, and choose what it may know with scheduler.oracle"
+            if key == "backend.router":
+                instead = "go by the prompt, and by what the replicas show"
+            raise ConfigError(
+                f"{key}: {name} reads {read}, which says how long an output will be, as no scheduler knows; {instead}"
+            )
 
 
 def _is_abstract(policy: Any, name: str) -> bool:

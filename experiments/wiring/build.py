@@ -24,6 +24,7 @@ from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.composites import declared, with_parts
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError, DeviceError, RequestError
 from testbed.policies.compositions.unified import Unified
@@ -182,8 +183,9 @@ def _build(config: RunConfig, pools: Pools, estimator: CostEstimator) -> Schedul
     context = PolicyContext(blocks, config.limits, oracle, estimator, config.seed)
     for policy in sorted(made, key=lambda policy: policy is not made.oracle):  # it comes first: the others may ask it
         bind(policy, context)
-    if hasattr(made.victims, "bind_queue"):
-        made.victims.bind_queue(made.queue)
+    for victims in with_parts([made.victims]):
+        if hasattr(victims, "bind_queue"):
+            victims.bind_queue(made.queue)
     return Scheduler(
         limits=context.limits,
         blocks=blocks,
@@ -208,7 +210,7 @@ def _victim(scheduler: SchedulerConfig, queue: Any) -> Any:
     admitted (vLLM V1)."""
     if scheduler.victim != "auto":
         return scheduler.victim
-    return "lowest_priority" if getattr(queue, "goes_by_priority", False) else "most_recently_admitted"
+    return "lowest_priority" if declared(queue, "goes_by_priority", False) else "most_recently_admitted"
 
 
 def victim_of_auto(config: RunConfig) -> str | None:

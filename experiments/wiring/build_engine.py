@@ -15,6 +15,7 @@ from experiments.configuration.policies import make_policy
 from experiments.wiring.build import can_swap, num_cpu_blocks
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
+from testbed.composites import declared
 from testbed.errors import ConfigError, TraceError
 from testbed.traces.schema import TokenIds, Trace
 
@@ -65,7 +66,7 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None, told: dic
     from real.vllm.backend import VllmBackend
 
     bounds = _bounds_of_engine(config)
-    if not getattr(composition, "splits_prompts", True):  # a prompt longer than the budget is a step of its own
+    if not declared(composition, "splits_prompts", True):  # a prompt longer than the budget is a step of its own
         bounds["max_num_batched_tokens"] = max(bounds["max_num_batched_tokens"], bounds["max_model_len"])
     backend = config.backend
     if backend.dtype is None and config.model.dtype == "float32":  # by default vLLM converts it to bfloat16

@@ -15,6 +15,7 @@ from real.vllm.config import VllmConfig
 from sim.config import SimConfig
 from sim.cost.config import ConstantConfig, LinearConfig, RooflineConfig
 from testbed.blocks.config import CacheConfig
+from testbed.composites import declared
 from testbed.policies.compositions.decode_first import DecodeFirst
 
 
@@ -25,7 +26,7 @@ def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]
     composition = make_policy("scheduler.composition", scheduler.composition)
     named = scheduler.composition if isinstance(scheduler.composition, str) else type(composition).__name__
     with_composition = f"scheduler.composition={named}"
-    unread = [name for name in ("budget", "chunks_fill_blocks") if name not in getattr(composition, "own_rules", ())]
+    unread = [name for name in ("budget", "chunks_fill_blocks") if name not in declared(composition, "own_rules", ())]
     notes = without_effect("scheduler.kv_rules", scheduler.kv_rules, unread, with_composition)
     notes += _unasked(config, swept)
     if drawn.temperature == 0.0 or drawn.beam_width:
@@ -62,7 +63,7 @@ def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]
     if isinstance(backend, SimConfig | RealConfig) and backend.num_replicas == 1:
         names = ("router", "router_period_ns") if isinstance(backend, SimConfig) else ("router",)
         notes += without_effect("backend", backend, names, "backend.num_replicas=1")
-    unused = getattr(composition, "unused_limits", ())
+    unused = declared(composition, "unused_limits", ())
     if type(composition) is DecodeFirst and scheduler.max_num_partial_prefills == 1:
         of_several = ("long_prefill_token_threshold", "max_long_partial_prefills")
         notes += without_effect("scheduler", scheduler, of_several, "scheduler.max_num_partial_prefills=1")

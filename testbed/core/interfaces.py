@@ -76,7 +76,7 @@ class WaitingQueue(Protocol):
     def __iter__(self) -> Iterator[Sequence]: ...
 
     # Optional methods, looked up once, when the scheduler is built; `bind` of any policy, `served` and `left` of any
-    # but eviction:
+    # but eviction; of the `parts`, too, in which a policy made of others lists these:
     #   bind(context: PolicyContext)       receives the block manager (for prefix lookups), the length oracle, the seed
     #   rank(seq, now_ns) -> Any           a sort key, also for running sequences; the smallest is served first
     #   served(seq, num_tokens, num_emitted, now_ns)  called after each step for each live sequence of its batch and for

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from testbed.composites import with_parts
 from testbed.core.batch import Batch
 from testbed.core.interfaces import VictimChoice
 from testbed.core.plan import PreemptionMode
@@ -18,8 +19,9 @@ class Policies:
     def __init__(self, admission: Any, preemption: Any, victims: VictimChoice, *others: Any) -> None:
         self.victims = victims
         self.admission, self._preemption = admission, preemption  # Any, as their answers are checked here
-        self._timed: list[Any] = [one for one in (admission, preemption, victims) if hasattr(one, "now_ns")]
-        told: tuple[Any, ...] = (*others, admission, preemption, victims)
+        asked = with_parts((admission, preemption, victims))
+        told = with_parts(others) + asked
+        self._timed: list[Any] = [one for one in asked if hasattr(one, "now_ns")]
         self._served: list[Callable[..., object]] = [*filter(callable, [getattr(x, "served", None) for x in told])]
         self.left: list[Callable[..., object]] = [*filter(callable, [getattr(x, "left", None) for x in told])]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from testbed.blocks.kv_sequence import KVSequence
 from testbed.blocks.manager import BlockManager
+from testbed.composites import declared
 from testbed.core.commit import Commit, note_prompts
 from testbed.core.composition import Composition
 from testbed.core.digest import Digest
@@ -267,7 +268,7 @@ class Scheduler:
             if seq.seq_id not in ended:
                 assert seq.seq_id in places[seq.state], f"{seq} is in the wrong place"
                 self._check_sequence(seq)
-        if not getattr(self._composition, "caps_batches_only", False):
+        if not declared(self._composition, "caps_batches_only", False):
             assert running.num_seqs <= self.limits.max_num_seqs
 
     def _check_sequence(self, seq: Sequence) -> None:

@@ -20,7 +20,7 @@ from testbed.core.policies import allows
 from testbed.core.sequence import Sequence
 from testbed.errors import ConfigError
 from testbed.foreign_text import Unchecked
-from testbed.policies.context import LengthOracle, PolicyContext, bind
+from testbed.policies.context import LengthOracle, PolicyContext
 from testbed.policies.oracle import has_no_opinion
 
 
@@ -186,27 +186,10 @@ class All:
     def __init__(self, of: Seq[AdmissionPolicy]) -> None:
         if not of or not all(hasattr(rule, "allows") for rule in of):
             raise ConfigError(f"scheduler.admission.of is {of}; list admission rules, each as {{_target_: your.Class}}")
-        self._rules: tuple[Any, ...] = tuple(of)  # a user's own may answer anything
-        self._timed: list[Any] = [rule for rule in of if hasattr(rule, "now_ns")]
-        self._now_ns = 0
-
-    @property
-    def now_ns(self) -> int:
-        """The instant of the step, which is set for the rules that have `now_ns`."""
-        return self._now_ns
-
-    @now_ns.setter
-    def now_ns(self, now_ns: int) -> None:
-        self._now_ns = now_ns
-        for rule in self._timed:
-            rule.now_ns = now_ns
-
-    def bind(self, context: PolicyContext) -> None:
-        for rule in self._rules:
-            bind(rule, context)
+        self.parts: tuple[Any, ...] = tuple(of)  # a user's own may answer anything
 
     def allows(self, seq: Sequence, running: Collection[Sequence]) -> bool:
-        return all(allows(rule, seq, running) for rule in self._rules)
+        return all(allows(rule, seq, running) for rule in self.parts)
 
 
 # --- expected lengths ---

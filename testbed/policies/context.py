@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from testbed.blocks.chain import CacheEntry
 from testbed.blocks.manager import BlockManager
+from testbed.composites import with_parts
 from testbed.core.interfaces import Estimator
 from testbed.core.limits import Limits
 from testbed.core.sequence import Sequence
@@ -49,6 +50,7 @@ class PolicyContext:
 
 
 def bind(policy: Any, context: PolicyContext) -> None:
-    """Passes the context to a policy that has a method `bind`."""
-    if hasattr(policy, "bind"):
-        policy.bind(context)
+    """Passes the context to a policy and to its parts, where they have a method `bind`."""
+    for one in with_parts([policy]):
+        if hasattr(one, "bind"):
+            one.bind(context)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from xxhash import xxh64_intdigest
 
 from testbed.checks import require, require_whole
+from testbed.composites import with_parts
 from testbed.core.request import Request
 from testbed.errors import ConfigError
 from testbed.foreign_text import shown, unknown
@@ -76,9 +77,10 @@ class RouterContext(NamedTuple):
 
 
 def bind(router: Any, context: RouterContext) -> None:
-    """Passes the context to a router that has a method `bind`."""
-    if hasattr(router, "bind"):
-        router.bind(context)
+    """Passes the context to a router and to its parts, where they have a method `bind`."""
+    for one in with_parts([router]):
+        if hasattr(one, "bind"):
+            one.bind(context)
 
 
 # --- loads ---
@@ -248,11 +250,9 @@ class SessionSticky:
             raise ConfigError(
                 f"others of router session_sticky is {shown(others)}; give a router's name, or a router by _target_"
             )
+        self.parts = (self._others,)
         self._max_sessions = require_whole("max_sessions of router session_sticky", max_sessions, 1)
         self._homes: OrderedDict[str, int] = OrderedDict()  # replica by session, the least recently used session first
-
-    def bind(self, context: RouterContext) -> None:
-        bind(self._others, context)
 
     def route(self, request: Request, replicas: Replicas) -> int:
         session = request.session_id

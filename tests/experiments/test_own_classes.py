@@ -360,6 +360,9 @@ class Victim(Peeks):
         return min(running.values(), key=self.peek)
 def order():
     return KeyedQueue(lambda seq: (len(str({read})), seq.seq_id))
+class Rule(Peeks):
+    def allows(self, seq, running):
+        return bool(self.peek(seq))
 class Oracle:
     def predict(self, seq):
         return len(str({read}))
@@ -392,6 +395,8 @@ class Honest:
         name = read.rpartition(".")[2].partition("(")[0]
         assert f"reads {name}, which says how long an output will be" in error
         assert "context.oracle.predict(seq)" in error
+    part = "{_target_: testbed.policies.admission.All, of: [{_target_: mine.Rule}]}"
+    assert f"mine.Rule reads {name}, which says" in say("run", *BURST, f"scheduler.admission={part}").error()
     say("run", *BURST, "scheduler.victim={_target_: other.Honest}").success()
     oracle = ("scheduler.oracle={_target_: mine.Oracle}", "scheduler.queue_order=srpt", "overwrite=true")
     say("run", *BURST, *oracle).success()

@@ -11,7 +11,7 @@ from testbed.blocks.manager import BlockManager
 from testbed.blocks.prefixes import NO_HIT
 from testbed.core.request import Request, SamplingParams
 from testbed.core.sequence import Sequence
-from testbed.policies.context import PolicyContext
+from testbed.policies.context import PolicyContext, bind
 from testbed.policies.oracle import NoOracle
 from tests.testbed.core_kit import make_blocks, make_limits
 
@@ -92,5 +92,5 @@ class Says:
 
 
 def bound(policy: Any, blocks: BlockManager, oracle: Any = None) -> Any:
-    policy.bind(PolicyContext(blocks, LIMITS, oracle or NoOracle(), None, 0))
+    bind(policy, PolicyContext(blocks, LIMITS, oracle or NoOracle(), None, 0))
     return policy

@@ -15,7 +15,7 @@ from testbed.blocks.manager import BlockManager
 from testbed.core.limits import Limits
 from testbed.core.request import Request
 from testbed.core.sequence import Sequence
-from testbed.policies.context import PolicyContext
+from testbed.policies.context import PolicyContext, bind
 from testbed.policies.oracle import Perfect
 from tests.testbed.core_kit import make_blocks
 
@@ -28,8 +28,7 @@ def bound(queue: Any, *, oracle: Any = None, blocks: BlockManager | None = None,
     limits = Limits(8, 64, MAX_MODEL_LEN, 0, 1)
     context = PolicyContext(blocks or make_blocks(), limits, oracle or Perfect(), None, seed)
     for part in (context.oracle, queue):
-        if hasattr(part, "bind"):
-            part.bind(context)
+        bind(part, context)
     return queue
 
 

@@ -45,9 +45,7 @@ EVERY = {
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_whatever_the_pool_has_room_for_may_run_alone(name: str, num_seqs: int) -> None:
     """It declares more than the pool holds, yet may end sooner; refused, it would be ended as ignored."""
-    policy = EVERY[name]()
-    if hasattr(policy, "bind"):
-        bound(policy, make_pool(10))
+    policy = bound(EVERY[name](), make_pool(10))
     assert policy.allows(make_seq(0, 36, max_tokens=400, num_seqs=num_seqs), [])
 
 

@@ -11,14 +11,11 @@ from mypy_extensions import mypyc_attr
 from testbed.checks import require_whole
 from testbed.core.sequence import Sequence
 from testbed.foreign_text import Unchecked
-from testbed.policies.context import PolicyContext
 from testbed.policies.queue_order import FCFS
 
 
 class Arrangement(Protocol):
-    """An order of all waiting sequences at one instant."""
-
-    def bind(self, context: PolicyContext) -> None: ...
+    """An order of all waiting sequences at one instant. Optional methods: as of a queue."""
 
     def arrange(self, waiting: list[Sequence]) -> list[Sequence]:
         """Returns the sequences, which are given in the order of `FCFS`, in the order in which to serve them."""
@@ -37,13 +34,11 @@ class WindowedQueue:
 
     def __init__(self, arrangement: Arrangement, max_waiting: Unchecked) -> None:
         self._arrangement = arrangement
+        self.parts = (arrangement,)
         self._max_waiting = require_whole("scheduler.queue_order.max_waiting", max_waiting, 0)
         self._waiting = FCFS()
         self._order: OrderedDict[int, Sequence] | None = None  # None: first come, first served
         self._arranged_ns: int | None = None  # None: to be arranged
-
-    def bind(self, context: PolicyContext) -> None:
-        self._arrangement.bind(context)
 
     def push(self, seq: Sequence) -> None:
         self._waiting.push(seq)

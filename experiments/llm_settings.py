@@ -16,6 +16,7 @@ from real.vllm.config import VllmConfig
 from sim.config import SimConfig
 from testbed.errors import ConfigError, ModelError
 from testbed.foreign_text import unknown
+from testbed.routing.config import FLEET_KEYS
 from testbed.specs.hf_config import end_tokens, load_hf_config
 
 SETTINGS = {  # keyword argument -> key of the configuration
@@ -44,9 +45,9 @@ WORDS: dict[str, dict[str, str | None]] = {
 }  # values that vLLM accepts, and the testbed's name for each; None: leave the default
 READ = ("backend", "scheduler", "cache", "model", "device", "cost", "seed")  # what text reads of the configuration
 # keys of `backend` that it does not read
-OF_RUNS = tuple(f"backend.{name}" for name in ("pace", "probe_ns", "speed", "num_replicas", "router"))
+OF_RUNS = tuple(f"backend.{name}" for name in ("pace", "probe_ns", "speed", *FLEET_KEYS))
 _OF_OTHERS = {item.name for kind in (SimConfig, VllmConfig) for item in fields(kind)}
-_OF_OTHERS -= {"name", *(item.name for item in fields(RealConfig))}
+_OF_OTHERS -= {item.name for item in fields(RealConfig)}
 ARGUMENTS = ("model", "tokenizer", "scheduler", "status_s")  # parameters that LLM declares by name
 TINY = "tiny"
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from testbed.checks import choose, require, require_whole, require_whole_or_null
 from testbed.errors import ConfigError
+from testbed.routing.config import FleetConfig
 from testbed.specs.ranges import MAX_PART_NS
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -25,7 +25,7 @@ def check_probe(pace: str, probe_ns: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class RealConfig:
+class RealConfig(FleetConfig):
     """How the engine runs. The model is a ModelSpec, the work comes as plans.
 
     device: `auto` takes CUDA if there is a GPU, but in a run with device=cpu the CPU. dtype: of weights and KV; None:
@@ -40,8 +40,6 @@ class RealConfig:
     (CUDA only). These are steps of only decodes up to max_captured_size rows, and other steps up to max_captured_tokens
     tokens (0: none). k_scale, v_scale: keys and values are divided by these before they are stored as
     cache.kv_dtype=fp8_e4m3 or fp8_e5m2. rank_timeout_s: how long to wait for a rank or a replica before the run fails.
-    num_replicas: number of engines, each with its own scheduler, blocks and device. router: chooses the engine for a
-    request; a name or {_target_: a class of yours}, as with backend=sim.
     """
 
     device: str = "auto"
@@ -59,8 +57,6 @@ class RealConfig:
     k_scale: float = 1.0
     v_scale: float = 1.0
     rank_timeout_s: float = 300.0
-    num_replicas: int = 1
-    router: Any = "round_robin"
 
     def __post_init__(self) -> None:
         choose("backend.device", self.device, DEVICES)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from sim.backend import SchedulerTime
 from testbed.checks import require, require_whole
 from testbed.errors import ConfigError
+from testbed.routing.config import FleetConfig
 
 
 @dataclass(frozen=True, slots=True)
-class SimConfig:
+class SimConfig(FleetConfig):
     """The `backend=sim` group. Step times come from the `cost` group."""
 
-    name: str = "sim"
-    num_replicas: int = 1  # engines, each with its own scheduler and KV blocks
-    router: Any = "round_robin"  # chooses the replica of a request: a name, or {_target_: your own class}
     router_period_ns: int = 0  # the router sees counts as of the last multiple of it, as scraped; 0: as they are
     swap_overlap: bool = False  # swaps on the PCIe link overlap with computation; false: they are part of the step
     replicas_per_link: int = 1  # replicas that share one PCIe link, with swap_overlap

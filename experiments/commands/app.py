@@ -48,6 +48,7 @@ from experiments.wiring.own_reports import check_reports
 from hydra_plugins.testbed_sweeper import PointsSweeper
 from testbed.errors import ConfigError
 from testbed.foreign_text import nearest
+from testbed.routing.config import FLEET_KEYS
 
 
 def run_app(arguments: list[str]) -> int:
@@ -305,7 +306,7 @@ def _replicas_of(saved: dict[str, Any], overrides: list[str]) -> list[str]:
     keys = [item.partition("=")[0] for item in overrides]
     if not {"backend=sim", "backend=real"}.intersection(overrides) or saved.get("num_replicas", 1) == 1:
         return []
-    names = [name for name in ("num_replicas", "router") if f"backend.{name}" not in keys]
+    names = [name for name in FLEET_KEYS if f"backend.{name}" not in keys]
     return [f"backend.{name}={literal(saved[name])}" for name in names]
 
 

@@ -116,7 +116,7 @@ def register() -> None:
 def structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
     """Returns, by group and option, the classes whose fields are the option's keys. Fields of later classes win."""
     return {
-        "backend": {"sim": (SimConfig,), "real": (RealConfig, _Name), "vllm": (VllmConfig, _Name)},
+        "backend": {name: (cls, _Name) for name, cls in BACKENDS.items()},
         "scheduler": {"_schema": (SchedulerConfig,)},
         "cache": {"default": (CacheConfig,)},
         "trace": {name: (*TRACE_PARTS.get(name, ()), cls) for name, cls in TRACE_CONFIGS.items()},

@@ -31,6 +31,7 @@ from testbed.policies.compositions.unified import Unified
 from testbed.policies.config import SchedulerConfig
 from testbed.policies.context import PolicyContext, bind
 from testbed.policies.preemption import Recompute, Swap
+from testbed.routing.config import FleetConfig
 from testbed.specs.memory import activation_bytes, graph_bytes, num_blocks_of_budget, num_kv_blocks
 from testbed.specs.model import check_ranks
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
@@ -149,7 +150,7 @@ def check_makeable(config: RunConfig) -> None:
     if isinstance(config.backend, VllmConfig) and config.backend.decides == "vllm":
         return
     build_scheduler(config, Pools(config.cache.num_gpu_blocks or _LARGE, num_cpu_blocks(config)))
-    if isinstance(config.backend, SimConfig | RealConfig):
+    if isinstance(config.backend, FleetConfig):
         make_policy("backend.router", config.backend.router)
 
 

@@ -16,7 +16,6 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.policies import make_policy
 from experiments.configuration.settings import RecordConfig
 from experiments.wiring.foreign import PolicyError, own_classes
-from real.config import RealConfig
 from sim.config import SimConfig
 from testbed.core.commands import Recorder, StepView
 from testbed.core.interfaces import Inbox
@@ -26,6 +25,7 @@ from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError
 from testbed.records.recorder import RunRecorder
 from testbed.records.sender import Sender
+from testbed.routing.config import FleetConfig
 from testbed.routing.routers import Router, RouterContext
 from testbed.routing.routers import bind as bind_router
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sim.fleet import Fleet
 
 
-def build_router(config: RunConfig, settings: SimConfig | RealConfig) -> Router:
+def build_router(config: RunConfig, settings: FleetConfig) -> Router:
     """Makes the configured router and binds it to the run."""
     router: Router = make_policy("backend.router", settings.router)
     bind_router(router, RouterContext(config.seed, num_engines(config)))
@@ -65,7 +65,7 @@ def build_fleet(config: RunConfig, source: Inbox, backend: SimBackend) -> Fleet 
 
 
 def num_engines(config: RunConfig) -> int:
-    return config.backend.num_replicas if isinstance(config.backend, SimConfig | RealConfig) else 1
+    return config.backend.num_replicas if isinstance(config.backend, FleetConfig) else 1
 
 
 def refuse_fleet(config: RunConfig) -> None:

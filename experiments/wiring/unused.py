@@ -10,13 +10,13 @@ from experiments.configuration.settings import SyntheticTraceConfig
 from experiments.wiring.build import asks_step_times
 from experiments.wiring.costs import unlike_the_library, unread_settings, without_effect
 from experiments.wiring.foreign import own_classes
-from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.config import SimConfig
 from sim.cost.config import ConstantConfig, LinearConfig, RooflineConfig
 from testbed.blocks.config import CacheConfig
 from testbed.composites import declared
 from testbed.policies.compositions.decode_first import DecodeFirst
+from testbed.routing.config import FleetConfig
 
 
 def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]:
@@ -32,7 +32,7 @@ def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]
     if drawn.temperature == 0.0 or drawn.beam_width:
         idle = "temperature=0, which is greedy" if drawn.temperature == 0.0 else "beam_width, which draws nothing"
         notes += without_effect("sampling", drawn, ("top_p", "top_k", "min_p"), f"sampling.{idle}")
-    is_ours = isinstance(backend, SimConfig | RealConfig)
+    is_ours = isinstance(backend, FleetConfig)
     is_set = config.cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization
     if config.cache.num_cpu_blocks is not None:
         notes += without_effect("cache", config.cache, ("swap_space_gib",), "cache.num_cpu_blocks")
@@ -60,7 +60,7 @@ def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]
         unwritten = ("token_times", "steps", "operators", "status_s")
         why = "backend.decides=vllm, whose records are made from vLLM's log"
         notes += without_effect("record", config.record, unwritten, why)
-    if isinstance(backend, SimConfig | RealConfig) and backend.num_replicas == 1:
+    if isinstance(backend, FleetConfig) and backend.num_replicas == 1:
         names = ("router", "router_period_ns") if isinstance(backend, SimConfig) else ("router",)
         notes += without_effect("backend", backend, names, "backend.num_replicas=1")
     unused = declared(composition, "unused_limits", ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from xxhash import xxh64_hexdigest
 
 from experiments import simulate
 from experiments.wiring.engines import fleet_digest, refuse_fleet
+from real.config import RealConfig
+from sim.config import SimConfig
 from testbed.errors import ConfigError
+from testbed.routing.config import FLEET_KEYS
 from testbed.routing.routers import ROUTERS
 from tests.experiments.kit import SHORT, TINY, Say, config_of, decisions_of, manifest_of, table_of
 
@@ -191,3 +195,9 @@ def test_from_python() -> None:
     run = simulate(rows, backend={"num_replicas": 2, "router": "shortest_queue"}, model="tiny")
     assert run.requests.sort_values("request_id")["replica"].tolist() == [0, 1] * 3
     assert run.summary["replicas"]["imbalance"]["requests"] == 1.0
+
+
+def test_what_both_backends_have_is_kept_when_the_backend_changes() -> None:
+    """A repeat with from= keeps FLEET_KEYS; a key that is added to both is one of them."""
+    simulated, real = ({item.name for item in fields(kind)} for kind in (SimConfig, RealConfig))
+    assert simulated & real == set(FLEET_KEYS)

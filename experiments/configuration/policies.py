@@ -79,16 +79,6 @@ POLICIES: Mapping[str, Mapping[str, Callable[[], Any]]] = {  # key of a policy -
     "cache.eviction": {"lru": eviction.LRU, "fifo": eviction.FIFO, "lfu": eviction.LFU, "cost_aware": CostAware},
     "backend.router": ROUTERS,
 }
-GOES_BY: Mapping[str, Mapping[str, str]] = {  # policies that go by one of testbed.traces.classes.ClassFields
-    "scheduler.queue_order": {"priority": "priority", "edf": "deadline", "vtc": "tenant"},
-    "scheduler.victim": {"lowest_priority": "priority"},
-}
-ASKS_ORACLE: Mapping[str, tuple[str, ...]] = {  # policies that ask for predicted lengths; classes by _target_ may
-    "scheduler.queue_order": ("srpt", "hrrn"),  # sjf and ljf by name go by prompts
-    "scheduler.admission": ("future_peak",),
-    "scheduler.victim": ("longest_remaining",),
-}
-OF_PREFIXES = ("lpm", "dfs")  # queue orders by cached prefixes
 
 
 def make_policy(key: str, choice: Any) -> Any:

@@ -96,7 +96,7 @@ def _of_step_times(config: RunConfig, manifest: dict[str, Any]) -> Iterator[str]
     made_up = "no data sheet gives a CPU's; `testbed calibrate` measures them"
     if config.is_simulated and manifest["cost"] == "roofline" and manifest["device"] == "cpu":
         yield f"the step times are made up: {made_up}"
-    if not (config.is_real and build.asks_step_times(config)):
+    if not (config.is_real and build.may_ask(config, "estimator")):
         return
     is_auto = config.raw["backend"].get("device") != "cpu"
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_plans_ahead
-from experiments.configuration.policies import make_policy, shipped_name
+from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, check_counted, quantised_otherwise
 from experiments.wiring.foreign import CheckedOracle, failures_named, own_classes
@@ -211,7 +211,7 @@ def _victim(scheduler: SchedulerConfig, queue: Any) -> Any:
     admitted (vLLM V1)."""
     if scheduler.victim != "auto":
         return scheduler.victim
-    return "lowest_priority" if declared(queue, "goes_by_priority", False) else "most_recently_admitted"
+    return "lowest_priority" if declared(queue, "goes_by", "") == "priority" else "most_recently_admitted"
 
 
 def victim_of_auto(config: RunConfig) -> str | None:
@@ -284,11 +284,11 @@ def _priced_as(config: RunConfig) -> RunConfig:
     return _priced_as(RunConfig.from_container(read_config(Path(config.recorded_run))))
 
 
-def asks_step_times(config: RunConfig) -> bool:
-    """Whether a policy asks the cost model what a step costs; a user's own class may."""
-    mode = shipped_name("scheduler.preemption", config.scheduler.preemption)
-    eviction = shipped_name("cache.eviction", config.cache.eviction)
-    return mode == "cheaper" or eviction == "cost_aware" or bool(own_classes(config))
+def may_ask(config: RunConfig, what: str) -> bool:
+    """Whether a policy asks its context's `oracle` or `estimator`; a user's own class may."""
+    if own_classes(config):
+        return True
+    return any(what in getattr(policy, "asks", ()) for policy in with_parts(make_policies(config)))
 
 
 # --- backends ---

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from experiments.configuration.config import RunConfig
-from experiments.configuration.policies import ASKS_ORACLE, GOES_BY, OF_PREFIXES, make_policy, shipped_name
+from experiments.configuration.policies import make_policy, shipped_name
 from experiments.configuration.settings import SyntheticTraceConfig
-from experiments.wiring.build import asks_step_times
+from experiments.wiring.build import may_ask
 from experiments.wiring.costs import unlike_the_library, unread_settings, without_effect
-from experiments.wiring.foreign import own_classes
 from real.vllm.config import VllmConfig
 from sim.config import SimConfig
 from sim.cost.config import ConstantConfig, LinearConfig, RooflineConfig
@@ -41,7 +41,7 @@ def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]
     elif is_ours and config.device.kind == "cpu" and is_set:
         notes.append("cache.gpu_memory_utilization has no effect on a CPU; set cache.num_gpu_blocks")
     if not isinstance(backend, SimConfig):
-        if config.cost != RooflineConfig() and not asks_step_times(config):
+        if config.cost != RooflineConfig() and not may_ask(config, "estimator"):
             notes.append(f"cost={config.cost_name} has no effect on measured times")
     else:
         notes += unread_settings(config) + _unswapped(config, backend, swept)
@@ -77,17 +77,16 @@ def _unasked(config: RunConfig, swept: Collection[str]) -> list[str]:
     if not config.cache.prefix_caching:
         without = "cache.prefix_caching=false"
         notes += without_effect("cache", config.cache, ("eviction", "isolate_tenants"), without)
-        if (order := shipped_name("scheduler.queue_order", chosen.queue_order)) in OF_PREFIXES:
-            notes.append(f"scheduler.queue_order={order} is first come, first served with {without}")
-    named = {key: getattr(chosen, key.partition(".")[2]) for key in ASKS_ORACLE}
-    may_ask = own_classes(config) or not named.keys().isdisjoint(swept)
-    may_ask = may_ask or any(isinstance(one, dict) or one in ASKS_ORACLE[key] for key, one in named.items())
-    why = "a queue order, an admission and a victim that ask for no lengths"
-    if not may_ask:
-        notes += without_effect("scheduler", chosen, ("oracle",), why)
-    wrong = without_effect("scheduler", chosen, ("estimator",), "policies that ask for no step times")
-    may_ask = not {"scheduler", "scheduler.preemption", "cache.eviction"}.isdisjoint(swept)
-    return notes if wrong and (may_ask or asks_step_times(config)) else notes + wrong
+        key, choice = "scheduler.queue_order", chosen.queue_order
+        if "prefixes" in declared(make_policy(key, choice), "asks", ()):
+            notes.append(f"{_said(key, choice)} is first come, first served with {without}")
+    if {"scheduler.queue_order", "scheduler.admission", "scheduler.victim"}.isdisjoint(swept):
+        why = "a queue order, an admission and a victim that ask for no lengths"
+        notes += [] if may_ask(config, "oracle") else without_effect("scheduler", chosen, ("oracle",), why)
+    if {"scheduler", "scheduler.preemption", "cache.eviction"}.isdisjoint(swept):
+        why = "policies that ask for no step times"
+        notes += [] if may_ask(config, "estimator") else without_effect("scheduler", chosen, ("estimator",), why)
+    return notes
 
 
 def _unswapped(config: RunConfig, backend: SimConfig, swept: Collection[str]) -> list[str]:
@@ -130,8 +129,11 @@ _ALIKE = {  # a field of ClassFields -> what is so if no two requests differ in 
 def without_classes(config: RunConfig, differ_in: list[str] | None) -> list[str]:
     """Returns notes about policies that go by a field in which no two requests differ. differ_in: as in a manifest's
     trace; None: not known."""
-    named = {key: shipped_name(key, getattr(config.scheduler, key.partition(".")[2])) for key in GOES_BY}
-    goes_by = {f"{key}={name}": GOES_BY[key].get(name or "") for key, name in named.items()}
+    goes_by = {}
+    for name in ("queue_order", "victim"):
+        key, choice = f"scheduler.{name}", getattr(config.scheduler, name)
+        if choice != "auto":  # a victim choice that goes by what the queue order goes by
+            goes_by[_said(key, choice)] = declared(make_policy(key, choice), "goes_by", "")
     if config.cache.isolate_tenants and config.cache.prefix_caching:
         goes_by["cache.isolate_tenants=true"] = "tenant"
     return [
@@ -140,3 +142,8 @@ def without_classes(config: RunConfig, differ_in: list[str] | None) -> list[str]
         for setting, field in goes_by.items()
         if differ_in is not None and field and field not in differ_in
     ]
+
+
+def _said(key: str, choice: Any) -> str:
+    """Returns the setting of a policy: `key=name`, or with its class."""
+    return f"{key}={shipped_name(key, choice) or choice['_target_']}"

@@ -49,6 +49,7 @@ class NoEvict:
     def __init__(self, reserve: Unchecked = "declared") -> None:
         choose("scheduler.admission.reserve", reserve, ("declared", "oracle", "declared_else_oracle"))
         self._reserve = reserve
+        self.asks = () if reserve == "declared" else ("oracle",)
         self._context: PolicyContext | None = None
 
     def bind(self, context: PolicyContext) -> None:
@@ -103,6 +104,8 @@ class FuturePeak:
     blocks, predicts from past outputs, and adds steps for the chunks of a prompt; here the oracle predicts, and a
     prompt takes one step. Raises ConfigError if `reserved` is not in [0, 1).
     """
+
+    asks = ("oracle",)
 
     def __init__(self, reserved: Unchecked = 0.0) -> None:
         require("scheduler.admission.reserved", reserved, 0 <= reserved < 1, "in [0, 1)")

@@ -25,6 +25,8 @@ class CostAware(Evictor):
     was released just before it. Equal priorities go in order of release, deepest first.
     """
 
+    asks = ("estimator",)
+
     def __init__(self) -> None:
         self._block_size = 0
         self._estimator: Estimator | None = None

@@ -43,6 +43,8 @@ class Cheaper:
     recompute are not predicted.
     """
 
+    asks = ("estimator",)
+
     def __init__(self) -> None:
         self._estimator: Estimator | None = None
 

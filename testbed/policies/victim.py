@@ -97,6 +97,8 @@ class LongestRemaining:
     Raises ConfigError if the scheduler has no oracle.
     """
 
+    asks = ("oracle",)
+
     def __init__(self) -> None:
         self._context: PolicyContext | None = None
 
@@ -123,6 +125,8 @@ class LowestPriority:
 
     Guarantees progress: the order never changes, and the first of the running sequences is spared.
     """
+
+    goes_by = "priority"
 
     def choose(self, running: dict[int, Sequence]) -> Sequence:
         return max(running.values(), key=lambda seq: (seq.request.priority, seq.request.arrival_ns, seq.seq_id))

@@ -7,9 +7,22 @@ import pytest
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.wiring.unused import unused_settings, without_classes
+from testbed.policies.orders import VirtualTokenCounter
+from testbed.policies.victim import LowestPriority
 from testbed.traces.classes import ClassFields
 from tests.experiments.kit import REAL, SHORT, TINY, latest
 from tests.experiments.test_models_from_files import SHAPE
+
+RESERVE = "scheduler.admission={_target_: testbed.policies.admission.NoEvict, reserve: oracle}"
+IN_A_LIST = f"scheduler.admission={{_target_: testbed.policies.admission.All, of: [{RESERVE.partition('=')[2]}]}}"
+
+
+class OwnShare(VirtualTokenCounter):
+    """A user's queue order, which goes by what its base goes by."""
+
+
+class OwnVictim(LowestPriority):
+    """A user's victim choice."""
 
 
 def test_a_real_run_says_that_nothing_reads_its_cost_model_unless_a_policy_does():
@@ -47,7 +60,13 @@ def test_made_up_step_times_that_a_policy_of_an_engine_asks_for_are_noted(tmp_pa
         (("scheduler.oracle=perfect", "scheduler.queue_order=sjf"), ["scheduler.oracle has no effect with a queue"]),
         (("scheduler.oracle=perfect", "scheduler.queue_order=hrrn"), []),
         (("scheduler.oracle=perfect", "scheduler.victim=longest_remaining"), []),
-        (("scheduler.oracle=perfect", "scheduler.admission={_target_: testbed.policies.admission.Watermark}"), []),
+        (("scheduler.oracle=perfect", "scheduler.admission={_target_: testbed.policies.admission.FuturePeak}"), []),
+        (("scheduler.oracle=perfect", RESERVE), []),
+        (("scheduler.oracle=perfect", IN_A_LIST), []),
+        (
+            ("scheduler.oracle=perfect", "scheduler.admission={_target_: testbed.policies.admission.Watermark}"),
+            ["scheduler.oracle has no effect with a queue order"],
+        ),
         (("scheduler.oracle=perfect", "cache.eviction={_target_: mine.Eviction}"), []),
     ],
 )
@@ -70,6 +89,8 @@ def test_an_oracle_that_another_point_of_the_sweep_asks_is_not_noted():
         ("queue_order=edf", "deadline"),
         ("queue_order=vtc", "tenant"),
         ("victim=lowest_priority", "priority"),
+        ("queue_order={_target_: tests.experiments.test_unused.OwnShare}", "tenant"),
+        ("victim={_target_: tests.experiments.test_unused.OwnVictim}", "priority"),
     ],
 )
 def test_policies_that_go_by_a_class_say_so_where_all_requests_are_of_one(policy, alike):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
-from experiments.configuration.policies import ASKS_ORACLE, GOES_BY, POLICIES
+from experiments.configuration.policies import POLICIES
+from testbed.composites import declared
 from testbed.core.limits import Limits
 from testbed.core.outcome import FinishReason, Outcome, StepResult
 from testbed.core.request import Request, SamplingParams
@@ -171,7 +172,7 @@ def test_which_policies_ask_for_lengths_is_known(monkeypatch: pytest.MonkeyPatch
     predictor = Predictor()
     monkeypatch.setitem(cast(dict[str, Any], policies.ORACLES), "mine", lambda: predictor)
     decided(replace(TIGHT, oracle="mine", **{kind: name}), jobs_of(1), is_hidden=True)
-    assert bool(predictor.seqs) == (name in ASKS_ORACLE[KEYS[kind]])
+    assert bool(predictor.seqs) == ("oracle" in declared(POLICIES[KEYS[kind]][name](), "asks", ()))
 
 
 @pytest.mark.parametrize(("kind", "name"), ASKED_ABOUT)
@@ -182,5 +183,5 @@ def test_what_policies_go_by_is_known(kind: str, name: str) -> None:
     for field, same in (("priority", 0), ("tenant", "a"), ("deadline_ns", None)):
         alike = [job._replace(request=job.request.replace(**{field: same})) for job in jobs]
         found += [field.removesuffix("_ns")] * (decided(setup, alike, is_hidden=False) != decisions)
-    goes_by = GOES_BY.get(KEYS[kind], {}).get(name)
-    assert found == ([] if goes_by is None else [goes_by])
+    goes_by = declared(POLICIES[KEYS[kind]][name](), "goes_by", "")
+    assert found == ([goes_by] if goes_by else [])

@@ -31,6 +31,8 @@ class VirtualTokenCounter:
     Iteration is by tenant. Memory: one number for each tenant ever seen.
     """
 
+    goes_by = "tenant"
+
     def __init__(self, input_weight: Unchecked = 1, output_weight: Unchecked = 2) -> None:
         self._input_weight = require_whole("scheduler.queue_order.input_weight", input_weight, 0)
         self._output_weight = require_whole("scheduler.queue_order.output_weight", output_weight, 0)

@@ -26,6 +26,7 @@ class JobSize:
 
     def __init__(self, by: Unchecked) -> None:
         self._by = choose("scheduler.queue_order.by", by, MEASURES)
+        self.asks = () if by == "prompt" else ("oracle",)
         self._measure = MEASURES[by]
         self._oracle: LengthOracle | None = None
         self._max_model_len = 0
@@ -76,7 +77,7 @@ def shortest_job(by: Unchecked = "prompt", preemptive: bool = False) -> KeyedQue
     def key(seq: Sequence) -> Rank:
         return size.of(seq), seq.seq_id
 
-    return KeyedQueue(key, bind=size.bind, preemptive=preemptive)
+    return KeyedQueue(key, bind=size.bind, preemptive=preemptive, asks=size.asks)
 
 
 def shortest_remaining(preemptive: bool = False) -> KeyedQueue:
@@ -95,4 +96,4 @@ def longest_job(by: Unchecked = "prompt") -> KeyedQueue:
     def key(seq: Sequence) -> Rank:
         return -size.of(seq), seq.seq_id
 
-    return KeyedQueue(key, bind=size.bind)
+    return KeyedQueue(key, bind=size.bind, asks=size.asks)

@@ -27,20 +27,22 @@ class KeyedQueue:
     key: returns the sort key of a sequence, waiting or running; its last number must make it unique. It is called once
     when the sequence is queued. bind: receives the policy context before the first call of `key`. preemptive: a running
     sequence yields to the head if the first number of its key is larger; the rest of a key only breaks ties.
+    goes_by, asks: what the key goes by, and asks of the context; see docs/extending.md.
     Costs: push, remove O(log n), head O(1), all amortised; iteration, in the order of service, O(n log n).
     """
-
-    goes_by_priority = False  # True: victim=auto then means lowest_priority
 
     def __init__(
         self,
         key: Callable[[Sequence], Rank],
         bind: Callable[[PolicyContext], None] | None = None,
         preemptive: bool = False,
+        goes_by: str = "",
+        asks: tuple[str, ...] = (),
     ) -> None:
         self._key: Callable[[Sequence], Any] = key  # Any: a user's own may return anything, which `rank` checks
         self._bind = bind
         self.is_preemptive = preemptive
+        self.goes_by, self.asks = goes_by, asks
         self._heap: LazyHeap[int, Sequence] = LazyHeap()
 
     def bind(self, context: PolicyContext) -> None:
@@ -131,14 +133,12 @@ def priority(ageing_per_s: Unchecked = 0.0, preemptive: bool = False) -> KeyedQu
         request = seq.request
         return request.priority * per_level + request.arrival_ns * per_ns, request.arrival_ns, seq.seq_id
 
-    queue = KeyedQueue(key, preemptive=preemptive)
-    queue.goes_by_priority = True
-    return queue
+    return KeyedQueue(key, preemptive=preemptive, goes_by="priority")
 
 
 def earliest_deadline(preemptive: bool = False) -> KeyedQueue:
     """Earliest `request.deadline_ns` first, then earliest arrival; requests without a deadline come last."""
-    return KeyedQueue(_by_deadline, preemptive=preemptive)
+    return KeyedQueue(_by_deadline, preemptive=preemptive, goes_by="deadline")
 
 
 def _by_deadline(seq: Sequence) -> Rank:

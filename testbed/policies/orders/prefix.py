@@ -48,6 +48,8 @@ def depth_first(max_waiting: Unchecked = 128, tree: Unchecked = "cached") -> Win
 class LongestPrefix:
     """The arrangement of `longest_prefix`. One cache lookup for each waiting sequence."""
 
+    asks = ("prefixes",)
+
     def __init__(self, max_cached_tokens: Unchecked, duplicate_tokens: Unchecked) -> None:
         self._max_cached_tokens = require_whole("scheduler.queue_order.max_cached_tokens", max_cached_tokens, 0)
         self._duplicate_tokens = require_whole("scheduler.queue_order.duplicate_tokens", duplicate_tokens, 0)
@@ -80,6 +82,8 @@ class LongestPrefix:
 @mypyc_attr(allow_interpreted_subclasses=True)
 class DepthFirst:
     """The arrangement of `depth_first`. A sequence's path is a list in which equal numbers mean equal prefixes."""
+
+    asks = ("prefixes",)
 
     def __init__(self, tree: Unchecked) -> None:
         self._tree = tree

@@ -29,6 +29,8 @@ class HighestResponseRatioNext:
     best. Costs: push, remove O(log n) amortised; head O(classes), at most 4 * log2(largest job); iteration by class.
     """
 
+    asks = ("oracle",)
+
     def __init__(self, classes_per_doubling: Unchecked = 4) -> None:
         self._power = require_whole("scheduler.queue_order.classes_per_doubling", classes_per_doubling, 1, 1024)
         self._oracle: LengthOracle | None = None

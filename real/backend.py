@@ -14,9 +14,8 @@ import torch
 
 from real.attention.interface import AttentionSpec, cache_format
 from real.attention.registry import Choice, choose_together
-from real.batch import BatchLimits
 from real.cache_engine import CacheEngine, block_bytes
-from real.config import RealConfig
+from real.config import EngineOptions, RealConfig
 from real.device import (
     Placement,
     Stopwatch,
@@ -39,7 +38,7 @@ from real.parallel.group import SINGLE, TensorGroup
 from real.runner import ModelRunner, StepInputs
 from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import Drawn, outcomes, prompt_logprobs
-from testbed.checks import require_whole, require_whole_or_null
+from testbed.checks import require_whole
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchPlan, ScheduledSequence
 from testbed.errors import DeviceError
@@ -62,66 +61,41 @@ class _Launched(NamedTuple):
 class RealBackend:
     """Loads a model, allocates its KV memory, executes plans. Implements testbed.core.interfaces.Backend.
 
-    num_gpu_blocks: None: as many as fit, measured (CUDA), or as config.cpu_kv_bytes holds (CPU). num_cpu_blocks: None:
-    no swap space. swaps: whether plans can swap; if not, no host memory is allocated for it. max_model_len: the longest
-    sequence; None: the model's. sliding_window: number of tokens that a token attends to, as in the core (None: all).
-    A model that was trained with a window requires the same one; others take any. kv_dtype: format of K and V, fp8_e4m3
-    or fp8_e5m2; None: the format of the computation. seed: for dummy weights and for requests without a seed. group:
-    the ranks that share the model, of which this is one. Raises ModelError, DeviceError, ConfigError.
+    group: the ranks that share the model, of which this is one. Raises ModelError, DeviceError, ConfigError.
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        config: RealConfig,
-        *,
-        block_size: int,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        gpu_memory_utilization: float = 0.9,
-        num_gpu_blocks: int | None = None,
-        num_cpu_blocks: int | None = None,
-        swaps: bool = True,
-        max_model_len: int | None = None,
-        sliding_window: int | None = None,
-        kv_dtype: str | None = None,
-        seed: int = 0,
-        group: TensorGroup = SINGLE,
+        self, spec: ModelSpec, config: RealConfig, options: EngineOptions, group: TensorGroup = SINGLE
     ) -> None:
-        require_whole("block_size", block_size, 1)
-        require_whole("max_num_batched_tokens", max_num_batched_tokens, 1)
-        require_whole("max_num_seqs", max_num_seqs, 1)
-        require_whole_or_null("sliding_window", sliding_window, 1)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         placement = Placement(resolve_device(config.device), resolve_dtype(config.dtype, spec), group)
-        check_supported(spec, sliding_window, group.size, max_model_len)
-        attention = _attention_spec(spec, config, block_size, placement, sliding_window, kv_dtype)
+        check_supported(spec, options.sliding_window, group.size, options.max_model_len)
+        attention = _attention_spec(spec, config, options, placement)
         choice = _choose_attention(config.attention, attention, placement)
         self.attention_name, self.attention_reasons = choice.provider.name, choice.reasons
         self.device_description = describe_device(placement.device)
         if placement.device.type == "cpu" and group.size == 1:  # several ranks are checked together, before they start
-            check_host_memory(spec, config, block_size, num_gpu_blocks, kv_dtype)
-        max_model_len = max_model_len or spec.max_length
-        check_tables_fit(max_num_seqs, -(-max_model_len // block_size))
-        model, self.load_format = _load_model(spec, placement, config.load_format, seed)
-        limits = BatchLimits(block_size, max_num_batched_tokens, max_num_seqs, max_model_len, sliding_window)
-        self.runner = ModelRunner(model, choice.provider, placement, spec, limits, seed)
+            check_host_memory(spec, config, options)
+        check_tables_fit(options.max_num_seqs, -(-options.max_model_len // options.block_size))
+        model, self.load_format = _load_model(spec, placement, config.load_format, options.seed)
+        self.runner = ModelRunner(model, choice.provider, placement, spec, options)
         captured = None  # the shapes of the steps to capture as graphs, and the capture that they share
         if config.cuda_graphs and placement.device.type == "cuda" and choice.provider.supports_graphs:
-            captured = shapes_to_capture(config, limits), CudaCapture()
+            captured = shapes_to_capture(config, options), CudaCapture()
+        num_gpu_blocks = options.num_gpu_blocks
         if num_gpu_blocks is None:
             num_gpu_blocks = fitting_num_blocks(
-                self.runner, attention.cache_dtype, gpu_memory_utilization, config.cpu_kv_bytes, captured
+                self.runner, attention.cache_dtype, options.gpu_memory_utilization, config.cpu_kv_bytes, captured
             )
             num_gpu_blocks = int(_of_ranks(num_gpu_blocks, placement).min())  # all ranks have the same blocks
         self.num_gpu_blocks = num_gpu_blocks
-        self.num_cpu_blocks = num_cpu_blocks or 0
+        self.num_cpu_blocks = options.num_cpu_blocks or 0
         require_whole("num_gpu_blocks", self.num_gpu_blocks, 1)
         require_whole("num_cpu_blocks", self.num_cpu_blocks, 0)
         self.cache = CacheEngine(
-            spec, placement, block_size=block_size, num_gpu_blocks=self.num_gpu_blocks,
-            num_cpu_blocks=self.num_cpu_blocks if swaps else 0, dtype=attention.cache_dtype,
+            spec, placement, block_size=options.block_size, num_gpu_blocks=self.num_gpu_blocks,
+            num_cpu_blocks=self.num_cpu_blocks if options.swaps else 0, dtype=attention.cache_dtype,
         )  # fmt: skip
         self.name_parts()
         self._stopwatches = cycle([stopwatch(placement.device) for _ in range(2)])  # at most two steps are in flight
@@ -174,7 +148,7 @@ class RealBackend:
         if drawn is None:
             return Computed(None, spans)
         are_forced = all(row.forced for row in sampled)
-        ends = self.runner.spec.eos_token_id, self.runner.limits.max_model_len
+        ends = self.runner.spec.eos_token_id, self.runner.options.max_model_len
         chosen = None if are_forced else outcomes(sampled, *drawn, *ends)
         return Computed(chosen, spans, prompt_logprobs(*drawn))
 
@@ -194,24 +168,18 @@ class RealBackend:
 
 
 def check_host_memory(
-    spec: ModelSpec,
-    config: RealConfig,
-    block_size: int,
-    num_gpu_blocks: int | None,
-    kv_dtype: str | None,
-    num_ranks: int = 1,
-    num_replicas: int = 1,
+    spec: ModelSpec, config: RealConfig, options: EngineOptions, num_ranks: int = 1, num_replicas: int = 1
 ) -> None:
     """Raises DeviceError if the ranks of all replicas together need more memory than this host has available."""
     dtype = resolve_dtype(config.dtype, spec)
-    size = block_bytes(spec, block_size, cache_format(kv_dtype, dtype), num_ranks)
-    num_blocks = config.cpu_kv_bytes // size if num_gpu_blocks is None else num_gpu_blocks
+    size = block_bytes(spec, options.block_size, cache_format(options.kv_dtype, dtype), num_ranks)
+    num_blocks = config.cpu_kv_bytes // size if options.num_gpu_blocks is None else options.num_gpu_blocks
     check_fits(spec.name, weight_bytes(spec, dtype), num_blocks, size * num_ranks, num_replicas)
 
 
-def shapes_to_capture(config: RealConfig, limits: BatchLimits) -> list[GraphShape]:
+def shapes_to_capture(config: RealConfig, options: EngineOptions) -> list[GraphShape]:
     """Returns the shapes of steps to capture, bounded by the scheduler's limits, as in the simulator."""
-    most_tokens, most_rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    most_tokens, most_rows = options.max_num_batched_tokens, options.max_num_seqs
     max_decodes = min(config.max_captured_size, most_rows, most_tokens)
     return captured_shapes(max_decodes, min(config.max_captured_tokens, most_tokens), most_rows)
 
@@ -249,24 +217,17 @@ def _warn_once(message: str) -> None:
     logging.getLogger("testbed").warning("%s", message)
 
 
-def _attention_spec(
-    spec: ModelSpec,
-    config: RealConfig,
-    block_size: int,
-    placement: Placement,
-    sliding_window: int | None,
-    kv_dtype: str | None,
-) -> AttentionSpec:
+def _attention_spec(spec: ModelSpec, config: RealConfig, options: EngineOptions, placement: Placement) -> AttentionSpec:
     return AttentionSpec(
         num_heads=spec.num_attention_heads // placement.group.size,
         num_kv_heads=spec.num_kv_heads_per_rank(placement.group.size),
         head_dim=spec.head_dim,
         scale=spec.head_dim**-0.5,
-        block_size=block_size,
+        block_size=options.block_size,
         device=placement.device,
         dtype=placement.dtype,
-        sliding_window=sliding_window,
-        kv_dtype=kv_dtype or "auto",
+        sliding_window=options.sliding_window,
+        kv_dtype=options.kv_dtype or "auto",
         k_scale=config.k_scale,
         v_scale=config.v_scale,
     )

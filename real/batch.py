@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from real.block_tables import HostTables, NewBlocks
+from real.config import EngineOptions
 from testbed.core.plan import ScheduledSequence
 from testbed.errors import RequestError
 
@@ -40,17 +41,9 @@ class FlatBatch(NamedTuple):
         return self.num_tokens == self.num_rows
 
 
-class BatchLimits(NamedTuple):
-    """The largest step that the core plans, and the settings on which its arrays depend."""
-
-    block_size: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    sliding_window: int | None = None
-
-
-def flatten(rows: Sequence[ScheduledSequence], limits: BatchLimits, vocab_size: int, tables: HostTables) -> FlatBatch:
+def flatten(
+    rows: Sequence[ScheduledSequence], options: EngineOptions, vocab_size: int, tables: HostTables
+) -> FlatBatch:
     """Flattens the rows in their order, and updates `tables` with theirs. Raises RequestError for a token id outside
     the vocabulary."""
     starts = np.array([row.start for row in rows])  # [num_rows]
@@ -65,7 +58,7 @@ def flatten(rows: Sequence[ScheduledSequence], limits: BatchLimits, vocab_size: 
         placeholders = tuple(awaiting)
     _check_tokens(token_ids, rows, vocab_size)
     context_lens = starts + query_lens
-    _check_windows(rows, starts, limits)
+    _check_windows(rows, starts, options)
     table_rows, new_blocks = tables.update(rows)
     if len(token_ids) == len(rows):
         table_of_token, positions = table_rows, starts
@@ -73,9 +66,9 @@ def flatten(rows: Sequence[ScheduledSequence], limits: BatchLimits, vocab_size: 
         before = np.cumsum(query_lens) - query_lens  # tokens of the rows before each
         positions = np.arange(len(token_ids)) + np.repeat(starts - before, query_lens)  # [num_tokens]
         table_of_token = np.repeat(table_rows, query_lens)
-    blocks, offsets = np.divmod(positions, limits.block_size)
-    slots = tables.blocks[table_of_token, blocks].astype(np.int64) * limits.block_size + offsets
-    max_blocks = -(-int(context_lens.max()) // limits.block_size)
+    blocks, offsets = np.divmod(positions, options.block_size)
+    slots = tables.blocks[table_of_token, blocks].astype(np.int64) * options.block_size + offsets
+    max_blocks = -(-int(context_lens.max()) // options.block_size)
     return FlatBatch(
         token_ids, positions, slots, query_lens, context_lens, table_rows, new_blocks, max_blocks, placeholders
     )
@@ -88,12 +81,12 @@ def cumulative(lengths: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _check_windows(rows: Sequence[ScheduledSequence], starts: np.ndarray, limits: BatchLimits) -> None:
+def _check_windows(rows: Sequence[ScheduledSequence], starts: np.ndarray, options: EngineOptions) -> None:
     """Asserts that each row's table still has the block of the first position to which its tokens attend."""
-    window = limits.sliding_window
+    window = options.sliding_window
     firsts = [0] * len(rows)
     if window is not None:
-        firsts = (np.maximum(0, starts + 1 - window) // limits.block_size).tolist()
+        firsts = (np.maximum(0, starts + 1 - window) // options.block_size).tolist()
     named = [row.block_table[first] for row, first in zip(rows, firsts, strict=True)]
     assert min(named) >= 0, "a row names the blocks of its window"
 

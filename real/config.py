@@ -25,6 +25,35 @@ def check_probe(pace: str, probe_ns: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What an engine is built for: the largest step that the core plans, its KV memory, and the seed; per rank.
+
+    max_model_len: the longest sequence. num_gpu_blocks: None: as many as fit, measured (CUDA), or as `cpu_kv_bytes`
+    holds (CPU). num_cpu_blocks: None: no swap space. swaps: whether plans can swap; if not, no host memory is allocated
+    for it. sliding_window: number of tokens that a token attends to, as in the core (None: all). A model that was
+    trained with a window requires the same one; others take any. kv_dtype: format of K and V, fp8_e4m3 or fp8_e5m2;
+    None: the format of the computation. seed: for dummy weights and for requests without a seed.
+    """
+
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks: int | None = None
+    num_cpu_blocks: int | None = None
+    swaps: bool = True
+    sliding_window: int | None = None
+    kv_dtype: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+            require_whole(name, getattr(self, name), 1)
+        require_whole_or_null("sliding_window", self.sliding_window, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class RealConfig(FleetConfig):
     """How the engine runs. The model is a ModelSpec, the work comes as plans.
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from real.attention.interface import AttentionMetadata, AttentionProvider
-from real.batch import BatchLimits, FlatBatch, cumulative
+from real.batch import FlatBatch, cumulative
 from real.cache_engine import CacheEngine
+from real.config import EngineOptions
 from real.models.interface import CausalLM
 from real.staging import Staging
 
@@ -169,17 +170,17 @@ class StepGraphs:
         model: CausalLM,
         attention: AttentionProvider,
         cache: CacheEngine,
-        limits: BatchLimits,
+        options: EngineOptions,
         shapes: list[GraphShape],
         capture: Capture,
     ) -> None:
         self._model = model
         self._attention = attention
         self._caches = cache.gpu
-        self._max_model_len = limits.max_model_len
+        self._max_model_len = options.max_model_len
         self._most_tokens = shapes[0].num_tokens
-        self._max_blocks = -(-limits.max_model_len // limits.block_size)
-        scratch_slot = cache.scratch_block * limits.block_size
+        self._max_blocks = -(-options.max_model_len // options.block_size)
+        scratch_slot = cache.scratch_block * options.block_size
         size, device = (max(shape.num_rows for shape in shapes), self._max_blocks), cache.gpu.whole.device
         with torch.inference_mode(False):  # so that it can be written to outside of inference mode too
             tables = torch.full(size, cache.scratch_block, dtype=torch.int32, device=device)

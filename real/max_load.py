@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 
 from real.attention.interface import metadata_of
-from real.batch import BatchLimits
 from real.cache_engine import CacheEngine, block_bytes
+from real.config import EngineOptions
 from real.device import memory_named
 from real.graphs import Capture, CudaCapture, GraphShape, StepGraphs, Work
 from real.layers.packed import make_code
@@ -35,7 +35,7 @@ def fitting_num_blocks(
 
     captured: the shapes of the steps that will be captured, which need memory as well, and how they are captured.
     """
-    block_size, device = runner.limits.block_size, runner.placement.device
+    block_size, device = runner.options.block_size, runner.placement.device
     size = block_bytes(runner.spec, block_size, cache_dtype, runner.placement.group.size)
     if device.type == "cpu":
         return num_blocks_of_budget(cpu_kv_bytes, size, block_size)
@@ -61,8 +61,9 @@ def fitting_num_blocks(
 def _measure(runner: ModelRunner, cache_dtype: torch.dtype) -> tuple[int, int]:
     """Returns the bytes of the weights, and the bytes of everything else: the peak of two steps at the maximum load
     (with their two KV blocks) plus the memory of the GPU that others hold."""
-    _, max_num_batched_tokens, max_num_seqs, max_model_len, _ = runner.limits
-    device = runner.placement.device
+    options, device = runner.options, runner.placement.device
+    max_num_batched_tokens, max_num_seqs = options.max_num_batched_tokens, options.max_num_seqs
+    max_model_len = options.max_model_len
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device)
     cache = _small_cache(runner, cache_dtype)
@@ -89,7 +90,7 @@ def _measure(runner: ModelRunner, cache_dtype: torch.dtype) -> tuple[int, int]:
 def _small_cache(runner: ModelRunner, dtype: torch.dtype) -> CacheEngine:
     """Returns a cache of two blocks: one that all rows of a synthetic load share, and a scratch block."""
     return CacheEngine(
-        runner.spec, runner.placement, block_size=runner.limits.block_size, num_gpu_blocks=1, num_cpu_blocks=0,
+        runner.spec, runner.placement, block_size=runner.options.block_size, num_gpu_blocks=1, num_cpu_blocks=0,
         dtype=dtype,
     )  # fmt: skip
 
@@ -131,32 +132,32 @@ def warm_up(runner: ModelRunner, cache: CacheEngine) -> None:
     is_cuda = runner.placement.device.type == "cuda"
     if is_cuda:
         cache.warm_up()
-    for load in warm_up_loads(runner.limits, is_cuda, runner.spec.experts):
+    for load in warm_up_loads(runner.options, is_cuda, runner.spec.experts):
         num_tokens = sum(num for num, _ in load)
         num_samples = num_tokens if is_cuda and num_tokens in WARM_UP_TILES else 2
         run_load(runner, synthetic_load(runner, load, num_samples), cache)
     if not is_cuda:
-        make_code(runner.model, runner.limits.max_num_batched_tokens)
+        make_code(runner.model, runner.options.max_num_batched_tokens)
     for layer in cache.gpu:
         layer.zero_()
 
 
 def warm_up_loads(
-    limits: BatchLimits, is_cuda: bool, experts: ExpertsShape | None = None
+    options: EngineOptions, is_cuda: bool, experts: ExpertsShape | None = None
 ) -> list[list[tuple[int, int]]]:
     """Returns rows (query length, context length) for steps of each kind. On a GPU a kind is a set of kernels: long and
     short prefills, with and without decodes, few long decodes and many short ones, and numbers of tokens."""
-    num_tokens = min(WARM_UP_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
-    decodes = [(1, 1)] * min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    num_tokens = min(WARM_UP_TOKENS, options.max_num_batched_tokens, options.max_model_len)
+    decodes = [(1, 1)] * min(options.max_num_seqs, options.max_num_batched_tokens)
     prefill = (num_tokens, num_tokens)
     loads = [[prefill], decodes]
     if is_cuda:
-        short, long = (min(2, num_tokens),) * 2, (1, min(WARM_UP_CONTEXT, limits.max_model_len))
+        short, long = (min(2, num_tokens),) * 2, (1, min(WARM_UP_CONTEXT, options.max_model_len))
         loads += [[prefill, long], [short], [short, *decodes], [long]]
         sizes = {*WARM_UP_TILES, *(() if experts is None else tokens_of_larger_tiles(experts))}
-        most = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+        most = min(options.max_num_batched_tokens, options.max_num_seqs * options.max_model_len)
         for num in sorted(size for size in sizes if size <= most):
-            loads.append([(part, part) for part in _prompts(num, limits.max_model_len)])
+            loads.append([(part, part) for part in _prompts(num, options.max_model_len)])
     return loads
 
 
@@ -177,7 +178,7 @@ def make_probe(runner: ModelRunner, cache: CacheEngine) -> Callable[[], None] | 
     is at the moment. None on a GPU, which is not shared, and for ranks, which would have to run it together."""
     if runner.placement.device.type != "cpu" or runner.placement.group.size > 1:
         return None
-    inputs = synthetic_load(runner, [(1, runner.limits.block_size)], 1, block=cache.scratch_block)
+    inputs = synthetic_load(runner, [(1, runner.options.block_size)], 1, block=cache.scratch_block)
 
     @torch.inference_mode()
     def probe() -> None:  # samples nothing: a step in flight may still need the tokens that were sampled last
@@ -189,7 +190,7 @@ def make_probe(runner: ModelRunner, cache: CacheEngine) -> Callable[[], None] | 
 @torch.inference_mode()
 def capture_steps(runner: ModelRunner, cache: CacheEngine, shapes: list[GraphShape], capture: Capture) -> StepGraphs:
     """Captures steps of these shapes over the cache; the KV memory is zero again afterwards."""
-    graphs = StepGraphs(runner.model, runner.attention, cache, runner.limits, shapes, capture)
+    graphs = StepGraphs(runner.model, runner.attention, cache, runner.options, shapes, capture)
     cache.gpu.whole[:, :, cache.scratch_block].zero_()
     return graphs
 
@@ -202,7 +203,7 @@ def run_load(runner: ModelRunner, inputs: StepInputs, cache: CacheEngine) -> Non
 def synthetic_load(runner: ModelRunner, load: list[tuple[int, int]], num_samples: int, block: int = 0) -> StepInputs:
     """Returns the inputs of (query length, context length) rows that all read and write one block: full work, little
     memory. The rows that sample use all features of the sampler."""
-    block_size, device = runner.limits.block_size, runner.placement.device
+    block_size, device = runner.options.block_size, runner.placement.device
     num_tokens = sum(num for num, _ in load)
     max_blocks = max(-(-context // block_size) for _, context in load)
     slots = torch.full((num_tokens,), block * block_size, dtype=torch.int64, device=device)

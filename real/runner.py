@@ -12,8 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from real.attention.interface import AttentionMetadata, AttentionProvider
-from real.batch import BatchLimits, FlatBatch, cumulative, flatten
+from real.batch import FlatBatch, cumulative, flatten
 from real.block_tables import DeviceTables, HostTables
+from real.config import EngineOptions
 from real.device import Placement
 from real.graphs import Captured, StepGraphs
 from real.models.interface import CausalLM
@@ -44,7 +45,7 @@ class StepInputs(NamedTuple):
 
 
 class ModelRunner:
-    """A model, its attention provider, and the limits of its batches. graphs: captured steps; None until captured."""
+    """A model, its attention provider, and the options of its engine. graphs: captured steps; None until captured."""
 
     def __init__(
         self,
@@ -52,15 +53,14 @@ class ModelRunner:
         attention: AttentionProvider,
         placement: Placement,
         spec: ModelSpec,
-        limits: BatchLimits,
-        seed: int,
+        options: EngineOptions,
     ) -> None:
         self.model, self.attention = model, attention
-        self.placement, self.spec, self.limits = placement, spec, limits
+        self.placement, self.spec, self.options = placement, spec, options
         self.graphs: StepGraphs | None = None
-        self._tables = HostTables(limits.max_num_seqs, -(-limits.max_model_len // limits.block_size))
+        self._tables = HostTables(options.max_num_seqs, -(-options.max_model_len // options.block_size))
         self._device_tables = DeviceTables(self._tables, placement.device)
-        self._samples = SampleFeed(Source(spec.vocab_size, seed, spec.eos_token_id), placement.device)
+        self._samples = SampleFeed(Source(spec.vocab_size, options.seed, spec.eos_token_id), placement.device)
         self._newest: tuple[dict[int, int], Tensor] | None = None  # (sequence -> index, tokens) of the last step
         self._staging = Staging(placement.device)
 
@@ -76,7 +76,7 @@ class ModelRunner:
             raise
 
     def _prepared(self, rows: Sequence[ScheduledSequence]) -> StepInputs:
-        batch = flatten(rows, self.limits, self.spec.vocab_size, self._tables)
+        batch = flatten(rows, self.options, self.spec.vocab_size, self._tables)
         samples = np.array([row.samples for row in rows])
         sample_tokens = np.cumsum(batch.query_lens)[samples] - 1
         forward: EagerInputs | Captured

@@ -107,7 +107,7 @@ def build_engine(
     import torch
 
     from real.backend import RealBackend
-    from real.config import RealConfig
+    from real.config import EngineOptions, RealConfig
 
     gc.collect()
     if torch.cuda.is_available():
@@ -115,14 +115,12 @@ def build_engine(
     return RealBackend(
         spec,
         RealConfig(device=device, load_format="dummy", max_captured_size=256),
-        block_size=BLOCK_SIZE,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=256,
-        max_model_len=min(8192, spec.max_position_embeddings),
-        num_gpu_blocks=num_blocks,
-        num_cpu_blocks=max(SWAPPED) if torch.cuda.is_available() and device != "cpu" else None,
-        kv_dtype=kv_dtype,
-    )
+        EngineOptions(
+            BLOCK_SIZE, max_num_batched_tokens, max_num_seqs=256, num_gpu_blocks=num_blocks, kv_dtype=kv_dtype,
+            max_model_len=min(8192, spec.max_position_embeddings),
+            num_cpu_blocks=max(SWAPPED) if torch.cuda.is_available() and device != "cpu" else None,
+        ),
+    )  # fmt: skip
 
 
 def batch_time(

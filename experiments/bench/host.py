@@ -134,7 +134,7 @@ def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int)
     import torch
 
     from real.backend import RealBackend
-    from real.config import RealConfig
+    from real.config import EngineOptions, RealConfig
     from real.graphs import captured_shapes
     from real.max_load import capture_steps
     from real.models.interface import CausalLM
@@ -158,9 +158,8 @@ def _engine(max_model_len: int, num_blocks: int, max_num_seqs: int, budget: int)
             return None
 
     backend = RealBackend(
-        spec, RealConfig(device="cpu", attention="torch", load_format="dummy"), block_size=BLOCK_SIZE,
-        max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, num_gpu_blocks=num_blocks,
-        max_model_len=max_model_len,
+        spec, RealConfig(device="cpu", attention="torch", load_format="dummy"),
+        EngineOptions(BLOCK_SIZE, budget, max_num_seqs, max_model_len, num_gpu_blocks=num_blocks),
     )  # fmt: skip
     hidden = torch.zeros(budget, 8)
     logits = torch.randn(max_num_seqs, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.on_device import check_hits, check_in_vllm, check_pace, check_plans_ahead
 from experiments.configuration.policies import make_policy
 from experiments.wiring.build import can_swap, num_cpu_blocks
-from real.config import RealConfig
+from real.config import EngineOptions, RealConfig
 from real.vllm.config import VllmConfig
 from testbed.composites import declared
 from testbed.errors import ConfigError, TraceError
@@ -65,17 +64,16 @@ def build_vllm_backend(config: RunConfig, observe: Path | None = None, told: dic
         raise ConfigError("backend=vllm has no CPU blocks to swap to: leave cache.num_cpu_blocks out, or set it to 0")
     from real.vllm.backend import VllmBackend
 
-    bounds = _bounds_of_engine(config)
+    options = replace(_options_of_engine(config), kv_dtype=config.cache.kv_dtype)
     if not declared(composition, "splits_prompts", True):  # a prompt longer than the budget is a step of its own
-        bounds["max_num_batched_tokens"] = max(bounds["max_num_batched_tokens"], bounds["max_model_len"])
+        options = replace(options, max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_model_len))
     backend = config.backend
     if backend.dtype is None and config.model.dtype == "float32":  # by default vLLM converts it to bfloat16
         backend = replace(backend, dtype=config.model.dtype)
     return VllmBackend(
         str(config.model.path),
         backend,
-        **bounds,
-        kv_dtype=config.cache.kv_dtype,
+        options,
         tensor_parallel_size=config.tensor_parallel_size,
         prefix_caching=config.cache.prefix_caching,
         is_async=config.scheduler.async_scheduling,
@@ -91,12 +89,10 @@ def build_real_backend(config: RunConfig, *, swaps: bool | None = None) -> Any:
     Raises ConfigError if the packages of the real engine are not installed, or for settings that only a simulator can
     run.
     """
+    assert isinstance(config.backend, RealConfig)
     with real_packages("backend=real"):
-        from real.backend import RealBackend
-        from real.parallel.backend import RankedBackend
-    num_ranks = config.tensor_parallel_size
-    make: Any = RealBackend if num_ranks == 1 else partial(RankedBackend, num_ranks=num_ranks)
-    return make(config.model, config.backend, **_options_of_engine(config, swaps))
+        from real.parallel.backend import make_engine
+    return make_engine(config.model, config.backend, _options_of_ours(config, swaps), config.tensor_parallel_size)
 
 
 def computes_beside(config: RunConfig) -> bool:
@@ -115,7 +111,7 @@ def build_replicas(config: RunConfig) -> tuple[list[Any], Any]:
     assert isinstance(config.backend, RealConfig)
     with real_packages("backend=real"):
         from real.parallel.replica import ReplicaSetup, start_replicas
-    setup = ReplicaSetup(config.model, config.backend, config.tensor_parallel_size, _options_of_engine(config))
+    setup = ReplicaSetup(config.model, config.backend, _options_of_ours(config), config.tensor_parallel_size)
     return start_replicas(setup, config.backend.num_replicas)
 
 
@@ -130,33 +126,28 @@ def real_packages(who: str) -> Iterator[None]:
         ) from None
 
 
-def _options_of_engine(config: RunConfig, swaps: bool | None = None) -> dict[str, Any]:
-    """Returns the arguments of our own engine. Raises ConfigError for settings that only a simulator can run."""
+def _options_of_ours(config: RunConfig, swaps: bool | None = None) -> EngineOptions:
+    """Returns the options of our own engine. Raises ConfigError for settings that only a simulator can run."""
     assert isinstance(config.backend, RealConfig)
     check_hits(config, make_policy("scheduler.composition", config.scheduler.composition))
     check_plans_ahead(config)
     check_pace(config)
-    return {
-        **_bounds_of_engine(config),
-        "num_cpu_blocks": num_cpu_blocks(config),
-        "swaps": can_swap(config) if swaps is None else swaps,
-        "sliding_window": config.sliding_window,
-        "kv_dtype": _kv_dtype(config, config.backend),
-    }
+    return replace(
+        _options_of_engine(config),
+        num_cpu_blocks=num_cpu_blocks(config),
+        swaps=can_swap(config) if swaps is None else swaps,
+        sliding_window=config.sliding_window,
+        kv_dtype=_kv_dtype(config, config.backend),
+    )
 
 
-def _bounds_of_engine(config: RunConfig) -> dict[str, Any]:
-    """Returns the arguments that our engine and vLLM share: the limits of steps, the memory for KV, and the seed."""
-    bounds = config.limits
-    return {
-        "block_size": config.cache.block_size,
-        "max_num_batched_tokens": bounds.max_num_batched_tokens,
-        "max_num_seqs": bounds.max_num_seqs,
-        "max_model_len": bounds.max_model_len,
-        "gpu_memory_utilization": config.cache.gpu_memory_utilization,
-        "num_gpu_blocks": config.cache.num_gpu_blocks,
-        "seed": config.seed,
-    }
+def _options_of_engine(config: RunConfig) -> EngineOptions:
+    """Returns the options that our engine and vLLM share: the limits of steps, the memory for KV, and the seed."""
+    bounds, cache = config.limits, config.cache
+    return EngineOptions(
+        cache.block_size, bounds.max_num_batched_tokens, bounds.max_num_seqs, bounds.max_model_len,
+        gpu_memory_utilization=cache.gpu_memory_utilization, num_gpu_blocks=cache.num_gpu_blocks, seed=config.seed,
+    )  # fmt: skip
 
 
 def _kv_dtype(config: RunConfig, backend: RealConfig) -> str | None:

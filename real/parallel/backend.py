@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from real.backend import RealBackend, check_host_memory
-from real.config import RealConfig
+from real.config import EngineOptions, RealConfig
 from real.device import resolve_device
 from real.driver import Computed, Work
 from real.models.registry import check_supported
@@ -37,19 +36,18 @@ ABORT_S = 5.0  # limit for an aborted collective to leave the GPU
 class RankedBackend:
     """A RealBackend in each of `num_ranks` processes, of which this is one. A testbed.core.interfaces.Backend.
 
-    options: those of RealBackend, for each rank. So KV blocks, swap space and cpu_kv_bytes are per rank; a rank has a
-    share of each block. If num_gpu_blocks is measured, it is that of the rank with the least memory. On CPUs the ranks
-    share num_threads. Raises ModelError, ConfigError or DeviceError; then no process is left running.
+    KV blocks, swap space and cpu_kv_bytes are per rank; a rank has a share of each block. If num_gpu_blocks is
+    measured, it is that of the rank with the least memory. On CPUs the ranks share num_threads. Raises ModelError,
+    ConfigError or DeviceError; then no process is left running.
     """
 
-    def __init__(self, spec: ModelSpec, config: RealConfig, num_ranks: int, **options: Any) -> None:
+    def __init__(self, spec: ModelSpec, config: RealConfig, options: EngineOptions, num_ranks: int) -> None:
         device = resolve_device(config.device)
-        check_supported(spec, options.get("sliding_window"), num_ranks, options.get("max_model_len"))
+        check_supported(spec, options.sliding_window, num_ranks, options.max_model_len)
         if device.type == "cuda":
             _check_gpus(num_ranks)
         else:
-            blocks = options["block_size"], options.get("num_gpu_blocks"), options.get("kv_dtype")
-            check_host_memory(spec, config, *blocks, num_ranks)
+            check_host_memory(spec, config, options, num_ranks)
             num_threads = config.num_threads or torch.get_num_threads()
             config = replace(config, num_threads=max(1, num_threads // num_ranks))
         store = host_store(num_ranks)
@@ -69,7 +67,7 @@ class RankedBackend:
                 if device.type == "cuda":
                     self._ranks.on_failure(group.abort)
                     self._ending.group, self._ending.stream = group, torch.cuda.current_stream()
-                self._local = self._ending.local = RealBackend(spec, config, group=group, **options)
+                self._local = self._ending.local = RealBackend(spec, config, options, group)
         except BaseException:
             self._end()
             raise
@@ -119,6 +117,13 @@ class RankedBackend:
             self._ranks.check()
             raise
         self._ranks.check()
+
+
+def make_engine(
+    spec: ModelSpec, config: RealConfig, options: EngineOptions, num_ranks: int
+) -> RealBackend | RankedBackend:
+    """Loads a model on `num_ranks` ranks."""
+    return RealBackend(spec, config, options) if num_ranks == 1 else RankedBackend(spec, config, options, num_ranks)
 
 
 class Ending:

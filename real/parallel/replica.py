@@ -11,10 +11,9 @@ import pickle
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
-from real.config import RealConfig
+from real.config import EngineOptions, RealConfig
 from real.driver import Computed, Work
 from real.parallel.processes import Channel, Failure, describe_end, end_process, heard, spawn
 from testbed.core.plan import BatchPlan
@@ -39,20 +38,18 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSetup:
-    """What a replica gets when it starts. options: those of RealBackend, by name. num_ranks: tensor-parallel size."""
+    """What a replica gets when it starts. num_ranks: tensor-parallel size."""
 
     spec: ModelSpec
     config: RealConfig
+    options: EngineOptions
     num_ranks: int
-    options: dict[str, Any]
 
     def work(self, channel: Channel) -> None:
         """Runs in the replica's process: creates the engine, then executes plans until the other end closes."""
-        from real.backend import RealBackend
-        from real.parallel.backend import RankedBackend
+        from real.parallel.backend import make_engine
 
-        make: Any = RealBackend if self.num_ranks == 1 else partial(RankedBackend, num_ranks=self.num_ranks)
-        backend = make(self.spec, self.config, **self.options)
+        backend = make_engine(self.spec, self.config, self.options, self.num_ranks)
         channel.send(pickle.dumps(Described(*[getattr(backend, name) for name in Described._fields])))
         in_flight: deque[Any] = deque()
         while True:
@@ -172,8 +169,7 @@ def start_replicas(setup: ReplicaSetup, num_replicas: int) -> tuple[list[Replica
     if resolve_device(setup.config.device).type == "cuda":
         visible = [*gpus_of_each(num_replicas, setup.num_ranks)]
     else:
-        blocks = setup.options["block_size"], setup.options.get("num_gpu_blocks"), setup.options.get("kv_dtype")
-        check_host_memory(setup.spec, setup.config, *blocks, setup.num_ranks, num_replicas)
+        check_host_memory(setup.spec, setup.config, setup.options, setup.num_ranks, num_replicas)
         num_threads = setup.config.num_threads or torch.get_num_threads()
         setup = replace(setup, config=replace(setup.config, num_threads=max(1, num_threads // num_replicas)))
     engines: list[ReplicaEngine] = []

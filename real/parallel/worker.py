@@ -15,9 +15,8 @@ import threading
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from real.config import RealConfig
+from real.config import EngineOptions, RealConfig
 from real.parallel.processes import READY, Channel, Failure, end_here
 from testbed.errors import TestbedError
 from testbed.specs.model import ModelSpec
@@ -25,7 +24,7 @@ from testbed.specs.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a rank gets when it starts. options: those of RealBackend, by name. port: that of `host_store`'s store."""
+    """What a rank gets when it starts. port: that of `host_store`'s store."""
 
     rank: int
     size: int
@@ -33,7 +32,7 @@ class Setup:
     device_type: str
     spec: ModelSpec
     config: RealConfig
-    options: dict[str, Any]
+    options: EngineOptions
 
     def work(self, channel: Channel) -> None:
         """Runs in the rank's process: executes plans until the driver closes the connection."""
@@ -48,7 +47,7 @@ class Setup:
         store = find_store(self.port, self.size)
         channel.send(pickle.dumps(READY))
         group = join(store, self.rank, self.size, self.device_type, self.config.rank_timeout_s)
-        backend = RealBackend(self.spec, self.config, group=group, **self.options)
+        backend = RealBackend(self.spec, self.config, self.options, group)
         while (message := channel.receive()) is not None:
             backend.start(unpack(message)).wait()
 

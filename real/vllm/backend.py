@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
+from real.config import EngineOptions
 from real.driver import Computed, Work
 from real.vllm import SPAN, check_version
 from real.vllm.config import VllmConfig
@@ -58,10 +59,9 @@ class VllmBackend:
     """
 
     def __init__(
-        self, model_path: str, config: VllmConfig, *, block_size: int, max_num_batched_tokens: int, max_num_seqs: int,
-        max_model_len: int, num_gpu_blocks: int | None, gpu_memory_utilization: float, kv_dtype: str | None, seed: int,
-        tensor_parallel_size: int = 1, prefix_caching: bool = False, is_async: bool = False,
-        observe: str | None = None, told: dict[str, Any] | None = None,
+        self, model_path: str, config: VllmConfig, engine: EngineOptions, *, tensor_parallel_size: int = 1,
+        prefix_caching: bool = False, is_async: bool = False, observe: str | None = None,
+        told: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # plans are passed within this process
         try:
@@ -75,14 +75,14 @@ class VllmBackend:
         observed = "real.vllm.ObservedAsyncScheduler" if is_async else "real.vllm.ObservedScheduler"
         options: dict[str, Any] = {
             "model": model_path, "skip_tokenizer_init": True, "load_format": config.load_format,
-            "enforce_eager": config.enforce_eager, "block_size": block_size, "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,
-            "gpu_memory_utilization": gpu_memory_utilization, "seed": seed,
+            "enforce_eager": config.enforce_eager, "block_size": engine.block_size, "max_num_seqs": engine.max_num_seqs,
+            "max_num_batched_tokens": engine.max_num_batched_tokens, "max_model_len": engine.max_model_len,
+            "gpu_memory_utilization": engine.gpu_memory_utilization, "seed": engine.seed,
             "scheduler_cls": SeatedScheduler if observe is None else observed,
             "async_scheduling": is_async, "tensor_parallel_size": tensor_parallel_size,
             "enable_prefix_caching": prefix_caching and observe is not None,  # our own core hashes itself
-            "num_gpu_blocks_override": None if num_gpu_blocks is None else num_gpu_blocks + 1,
-            "dtype": config.dtype, "kv_cache_dtype": kv_dtype,
+            "num_gpu_blocks_override": None if engine.num_gpu_blocks is None else engine.num_gpu_blocks + 1,
+            "dtype": config.dtype, "kv_cache_dtype": engine.kv_dtype,
             "additional_config": None if observe is None else {"testbed": {"observe": observe}},
         }  # fmt: skip
         own = {name: value for name, value in options.items() if value is not None}
@@ -100,7 +100,7 @@ class VllmBackend:
                 f"scheduler.async_scheduling is {str(is_async).lower()}, and vLLM has turned it "
                 f"{'off' if is_async else 'on'} on this platform: set it to {str(not is_async).lower()}"
             )
-        self.is_async, self.max_model_len = is_async, max_model_len
+        self.is_async, self.max_model_len = is_async, engine.max_model_len
         self._in_flight: deque[_InFlight] = deque()
         self._results: deque[Computed] = deque()  # not waited for yet
         self._taken_ns = 0  # when the last result came

@@ -170,14 +170,12 @@ class RealRanks(Real):
     compositions = ("vllm_v1",)
 
     def __init__(self) -> None:
-        from real.config import RealConfig
+        from real.config import EngineOptions, RealConfig
         from real.parallel.backend import RankedBackend
 
         self.config = RealConfig(device="cpu", num_threads=2, pace="as_fast_as_possible")
-        self.backend = RankedBackend(
-            SPEC, self.config, 2, block_size=BLOCK_SIZE, num_gpu_blocks=64, num_cpu_blocks=16,
-            max_num_batched_tokens=BUDGET, max_num_seqs=8,
-        )  # fmt: skip
+        options = EngineOptions(BLOCK_SIZE, BUDGET, 8, SPEC.max_length, num_gpu_blocks=64, num_cpu_blocks=16)
+        self.backend = RankedBackend(SPEC, self.config, options, 2)
 
 
 BACKENDS: dict[str, Callable[[], Simulated]] = {

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from real.batch import BatchLimits
+from real.config import EngineOptions
 from real.max_load import warm_up_loads
 from testbed.specs.model import ExpertsShape
 from tests.kernels.compile import between, draw, experts, few_tokens, heads, on_no_gpu, step
@@ -85,7 +85,7 @@ def test_after_the_warm_up_no_number_of_tokens_needs_another_kernel(launches):
             few_tokens(num_tokens, is_fp8)[1]()
         experts(num_tokens, "bf16", num=128)[1]()
 
-    for load in warm_up_loads(BatchLimits(16, 8192, 100, 1000), is_cuda=True, experts=ExpertsShape(128, 8, 768)):
+    for load in warm_up_loads(EngineOptions(16, 8192, 100, 1000), is_cuda=True, experts=ExpertsShape(128, 8, 768)):
         assert max(num for num, _ in load) <= 1000
         run(sum(num for num, _ in load))
     num_kernels = launches.num_kernels
@@ -154,7 +154,7 @@ def test_what_starts_early_waits_before_it_touches_memory(launches, can):
 def test_after_the_warm_up_no_step_needs_another_kernel(launches, group, kv_dtype, window):
     """Or serving would stop for a compilation when a longer row, or another number of parts, comes along."""
     spec = make_spec(2, group, 64, 16, torch.bfloat16, kv_dtype=kv_dtype, window=window, scales=(0.1, 0.2))
-    for load in warm_up_loads(BatchLimits(16, 512, 300, 2048), is_cuda=True):
+    for load in warm_up_loads(EngineOptions(16, 512, 300, 2048), is_cuda=True):
         step(spec, [(context - num, num) for num, context in load])
     known = launches.num_kernels
     rng = random.Random(0)

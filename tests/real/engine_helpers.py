@@ -11,7 +11,8 @@ import torch
 
 from real.backend import RealBackend
 from real.checkpoint import make_checkpoint
-from real.config import RealConfig
+from real.config import EngineOptions, RealConfig
+from real.parallel.group import SINGLE
 from real.sampling.inputs import SampleInputs
 from real.sampling.sampler import choose
 from testbed.core.plan import BatchPlan, BatchShape, PrefillChunk, ScheduledSequence
@@ -72,8 +73,10 @@ CONFIG_KEYS = (
 
 def tiny_backend(spec: ModelSpec | None = None, *, block_size: int = 4, device: str = "cpu", **options) -> RealBackend:
     config = {key: options.pop(key) for key in CONFIG_KEYS if key in options}
+    spec, group = spec or tiny_spec(), options.pop("group", SINGLE)
     options = {"num_gpu_blocks": 64, "num_cpu_blocks": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8} | options
-    return RealBackend(spec or tiny_spec(), RealConfig(device=device, **config), block_size=block_size, **options)
+    engine = EngineOptions(block_size, max_model_len=options.pop("max_model_len", None) or spec.max_length, **options)
+    return RealBackend(spec, RealConfig(device=device, **config), engine, group)
 
 
 def row(

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from real import backend
-from real.config import RealConfig
+from real.config import EngineOptions, RealConfig
 from real.driver import Computed, Work
-from real.parallel import processes, replica, worker
+from real.parallel import backend, processes, replica, worker
 from real.parallel.processes import Channel, end_process, spawn
 from testbed.core.outcome import Outcome, Spans
 from testbed.core.plan import BatchPlan
@@ -24,6 +23,7 @@ from tests.real.engine_helpers import plan_of, row, tiny_spec
 from tests.real.hung_rank import HungRank, LeftByDriver, SaysWhatItIs
 from tests.real.processes import assert_gone
 
+OPTIONS = EngineOptions(4, 64, 8, 256)
 NUM_TOKENS = 200_000  # more bytes than a connection holds
 
 
@@ -52,7 +52,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> replica.ReplicaEngine:
 
     monkeypatch.setattr(replica, "spawn", spawn)
     monkeypatch.setattr(backend, "RealBackend", Echo)
-    setup = replica.ReplicaSetup(tiny_spec(), RealConfig(rank_timeout_s=2.0), 1, {})
+    setup = replica.ReplicaSetup(tiny_spec(), RealConfig(rank_timeout_s=2.0), OPTIONS, 1)
     engine = replica.ReplicaEngine(setup, 0, None)
     engine.wait_until_ready()
     return engine
@@ -77,7 +77,8 @@ def test_a_replica_that_stops_within_a_message_is_silent(monkeypatch: pytest.Mon
     ours, theirs = socket.socketpair()
     ours.settimeout(0.05)
     monkeypatch.setattr(replica, "spawn", lambda timeout_s, environment: (SimpleNamespace(), Channel(ours)))
-    engine = replica.ReplicaEngine(replica.ReplicaSetup(tiny_spec(), RealConfig(rank_timeout_s=0.05), 1, {}), 0, None)
+    setup = replica.ReplicaSetup(tiny_spec(), RealConfig(rank_timeout_s=0.05), OPTIONS, 1)
+    engine = replica.ReplicaEngine(setup, 0, None)
     theirs.sendall((100).to_bytes(8, "little") + b"a part")
     with pytest.raises(DeviceError, match=r"^replica 0 says nothing for 0.05 s; if it was only slow, raise backend\."):
         engine.receive()

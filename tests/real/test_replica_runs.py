@@ -16,7 +16,7 @@ from experiments.commands.app import config_from
 from experiments.configuration.config import RunConfig
 from experiments.runs.parity import check_parity
 from experiments.runs.run import RunResult, execute
-from real.config import RealConfig
+from real.config import EngineOptions, RealConfig
 from real.parallel import processes, replica
 from sim.config import SimConfig
 from testbed.errors import ConfigError, DeviceError
@@ -208,7 +208,7 @@ def test_replicas_on_the_cpu_share_its_threads(
     monkeypatch.setattr(replica, "ReplicaEngine", start)
     monkeypatch.setattr("real.host_memory.available_bytes", lambda: None)
     config = RealConfig(device="cpu", num_threads=num_threads)
-    setup = replica.ReplicaSetup(tiny_spec(), config, 1, {"block_size": 4, "num_gpu_blocks": 64})
+    setup = replica.ReplicaSetup(tiny_spec(), config, EngineOptions(4, 64, 8, 256, num_gpu_blocks=64), 1)
     replica.start_replicas(setup, num_replicas)
     assert given == [each] * num_replicas
 

@@ -11,8 +11,7 @@ import torch
 from experiments.configuration.compose import compose_config
 from experiments.wiring.costs import build_cost
 from real.backend import RealBackend, shapes_to_capture
-from real.batch import BatchLimits
-from real.config import RealConfig
+from real.config import EngineOptions, RealConfig
 from real.graphs import Captured, GraphShape, captured_shapes, captured_sizes, captured_token_counts
 from real.max_load import capture_steps
 from real.staging import Staging
@@ -148,7 +147,7 @@ def test_steps_with_prompts_have_the_sizes_that_the_simulator_pads_to(most):
 def test_the_largest_graph_ends_at_the_schedulers_limits_in_engine_and_simulator(budget, max_num_seqs):
     settings = [f"scheduler.max_num_batched_tokens={budget}", f"scheduler.max_num_seqs={max_num_seqs}", "device=h100"]
     cost = build_cost(compose_config(settings))
-    shapes = shapes_to_capture(RealConfig(), BatchLimits(16, budget, max_num_seqs, 8192))
+    shapes = shapes_to_capture(RealConfig(), EngineOptions(16, budget, max_num_seqs, 8192))
     for is_decode in (True, False):
         sizes = sorted(shape.num_tokens for shape in shapes if shape.is_decode == is_decode)
         for num in range(2, min(budget, max_num_seqs) + 1 if is_decode else budget + 1):

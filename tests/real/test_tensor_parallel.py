@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from real.backend import RealBackend
-from real.config import RealConfig
+from real.config import EngineOptions, RealConfig
 from real.driver import Computed, Work
 from real.parallel import backend as parallel
 from real.parallel import distributed
@@ -33,14 +33,17 @@ from tests.real.served import Requests, served
 from tests.real.thread_ranks import on_ranks
 from tests.testbed.core_kit import make_limits
 
-SIZES = {"block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 200, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+SIZES = {
+    "block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 200, "max_num_batched_tokens": 64, "max_num_seqs": 16,
+    "max_model_len": 256,
+}  # fmt: skip
 PLAN = plan_of(row(0, [1, 2, 3, 4, 5], [1, 2]))
 PATIENCE_S = 15.0  # a machine that does other things too; alone it is a tenth
 
 
 def ranked(spec: ModelSpec | None = None, num_ranks: int = 2, device: str = "cpu", **options) -> RankedBackend:
     config = RealConfig(device=device, rank_timeout_s=options.pop("rank_timeout_s", 60.0))
-    return RankedBackend(spec or tiny_spec(), config, num_ranks, **{**SIZES, **options})
+    return RankedBackend(spec or tiny_spec(), config, EngineOptions(**{**SIZES, **options}), num_ranks)
 
 
 # --- the same plans on one rank and on several ---
@@ -154,7 +157,7 @@ def test_two_ranks_give_the_logits_and_the_tokens_of_one(changes):
     processes = ranks_of(os.getpid())
     assert processes
     try:
-        twin = Twin(RealBackend(spec, RealConfig(device="cpu"), **SIZES), several)
+        twin = Twin(RealBackend(spec, RealConfig(device="cpu"), EngineOptions(**SIZES)), several)
         inbox = serve_on(twin, SIZES["num_gpu_blocks"])
     finally:
         several.close()
@@ -264,7 +267,7 @@ def test_ranks_on_the_cpu_share_its_threads(monkeypatch, num_threads, num_ranks,
     monkeypatch.setattr(parallel, "Ranks", start)
     config = RealConfig(device="cpu", num_threads=num_threads)
     with pytest.raises(InterruptedError):
-        RankedBackend(tiny_spec(), config, num_ranks, **SIZES)
+        RankedBackend(tiny_spec(), config, EngineOptions(**SIZES), num_ranks)
     assert given == [each] * (num_ranks - 1)
 
 

@@ -15,7 +15,7 @@ from testbed.core.outcome import StepResult
 from testbed.core.serve import Loop
 from testbed.errors import ConfigError, LivelockError
 
-MAX_NS: Final = 2**62 - 1  # latest instant: a sum of two fits into 64 bits; compiled code boxes larger ints
+LATEST_NS: Final = 2**62 - 1  # of the clock: a sum of two fits into 64 bits; compiled code boxes larger ints
 
 
 class Executor(Protocol):
@@ -88,13 +88,13 @@ class Device:
         return None if until_ns is None else Resume(max(now_ns, until_ns))
 
     def execute(self, command: Execute, now_ns: int) -> Resume:
-        """Returns the answer to a command given at `now_ns`. Raises ConfigError for a step that ends after MAX_NS."""
+        """Returns the answer to a command given at `now_ns`. Raises ConfigError for a step that ends too late."""
         if command.plan is not None:
             work = self._backend.start(command.plan)
             now_ns += work.spans.schedule_ns + work.spans.prepare_ns
             device_ns = work.duration_ns - work.spans.schedule_ns - work.spans.prepare_ns
             self._free_ns = max(self._free_ns, now_ns) + device_ns
-            if self._free_ns > MAX_NS:
+            if self._free_ns > LATEST_NS:
                 raise too_late(work.duration_ns)
             self._in_flight += ((self._free_ns, work),)
         now_ns = max(now_ns, self._answered_ns + 1)
@@ -108,9 +108,9 @@ class Device:
 
 
 def too_late(duration_ns: int) -> ConfigError:
-    """Returns the error for a step that ends after MAX_NS."""
+    """Returns the error for a step that ends after LATEST_NS."""
     duration_s = Decimal(duration_ns).scaleb(-9)  # may be too large for a float
     return ConfigError(
-        f"the simulated clock passes {MAX_NS / 1e9:.1e} s: a step lasts {duration_s:.2e} s; check the prices (cost, "
+        f"the simulated clock passes {LATEST_NS / 1e9:.1e} s: a step lasts {duration_s:.2e} s; check the prices (cost, "
         "the device's rates, backend.schedule_ns)"
     )

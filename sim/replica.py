@@ -8,7 +8,7 @@ from typing import Any
 import simpy
 
 from sim.backend import SimBackend
-from sim.driver import MAX_NS, Device, sent, too_late
+from sim.driver import LATEST_NS, Device, sent, too_late
 from sim.link import HostLink, Process, SwapsUnderWay
 from testbed.blocks.kv_sequence import RELEASED
 from testbed.core.commands import Execute, Resume, WaitUntil
@@ -191,7 +191,7 @@ class Replica:
         yield env.timeout(spans.total_ns - spans.schedule_ns)
         yield env.all_of(moving_in)
         end_ns = max(int(env.now), start_ns + 1)
-        if end_ns > MAX_NS:
+        if end_ns > LATEST_NS:
             raise too_late(end_ns - start_ns)
         waited_ns = int(env.now) - start_ns - spans.total_ns
         return StepResult(end_ns, work.outcomes, spans.replace(swap_ns=spans.swap_ns + waited_ns))

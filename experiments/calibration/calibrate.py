@@ -22,6 +22,7 @@ from experiments.runs.collector import fewer_collections
 from experiments.runs.environment import describe_driver, describe_versions
 from experiments.wiring import build
 from experiments.wiring.build_engine import build_real_backend, computes_beside
+from experiments.wiring.traces import vocab_size
 from real.config import RealConfig
 from sim.cost.calibrated import Calibration
 from sim.cost.calibration import calibrate
@@ -231,7 +232,7 @@ def _grid(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratch
 
     sampling = replace(config.sampling, n=1, best_of=None, beam_width=0)
     bench = Bench(
-        backend, clock, room, make_scheduler, partial(_recorded, config, scratch), build.vocab_size(config), sampling
+        backend, clock, room, make_scheduler, partial(_recorded, config, scratch), vocab_size(config), sampling
     )
     return [
         Unit(partial(run_episode, bench, episode, number))
@@ -273,7 +274,7 @@ def _loads(config: RunConfig, backend: Any, clock: Clock, extent: Extent, scratc
         scheduler = build.build_scheduler(replace(config, scheduler=changed), pools)
         collector = _Collector()
         with _recorded(config, scratch, collector) as (recorder, catch_up):
-            loop = serve(TraceInbox(trace, build.vocab_size(config)), scheduler, recorder)
+            loop = serve(TraceInbox(trace, vocab_size(config)), scheduler, recorder)
             drive(loop, backend, clock, catch_up=catch_up)
         return collector.steps
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from testbed.errors import RunFolderError
 from testbed.foreign_text import shown, whole
-from testbed.records.tape import MAX_NS
+from testbed.traces.schema import MAX_NS
 
 VERSION = 1
 _HEADER: dict[str, dict[str, tuple[type, ...]]] = {  # fields of the first line that are read

@@ -12,7 +12,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import read_config
 from experiments.wiring import build
 from experiments.wiring.foreign import policy_failure
-from experiments.wiring.traces import forcing, with_ends
+from experiments.wiring.traces import forcing, vocab_size, with_ends
 from sim.driver import drive
 from sim.recorded_device import RecordedDevice
 from testbed.core.commands import Execute, Recorder, Resume, StepView
@@ -111,14 +111,14 @@ def recorded_inputs(
                 "another cost model"
             )
     rows = {row.request_id: row for row in trace.rows}
-    vocab_size = build.vocab_size(config)
+    num_ids = vocab_size(config)
     sampling = with_ends(config.sampling, manifest.get("end_token_ids") or ())
 
     def make(request_id: str, arrival_ns: int) -> Request:
         if request_id not in rows:
             raise RunFolderError(f"the tape names request {request_id!r}, which the trace does not have")
         # forced as in the real run: its tape has all other tokens
-        return forcing(to_request(rows[request_id], vocab_size, arrival_ns, sampling), own.forced)
+        return forcing(to_request(rows[request_id], num_ids, arrival_ns, sampling), own.forced)
 
     return checker, TapeInbox(tape, make), pools
 

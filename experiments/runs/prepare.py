@@ -17,7 +17,7 @@ from experiments.configuration.settings import PROFILED
 from experiments.runs.environment import versions_in_vllm
 from experiments.wiring import build, build_engine, engines
 from experiments.wiring.costs import fit_file
-from experiments.wiring.traces import check_simulated_output, end_token_ids, forcing, with_ends
+from experiments.wiring.traces import check_simulated_output, end_token_ids, forcing, vocab_size, with_ends
 from real.clocks import RealTimeClock
 from real.config import RealConfig
 from real.late_records import LateRecords
@@ -248,4 +248,4 @@ def trace_inbox(config: RunConfig, trace: TraceLike) -> Inbox:
         return request if config.is_simulated else forcing(request, config.forced)
 
     is_changed = needs_seed(sampling) or not config.is_simulated
-    return TraceInbox(trace, build.vocab_size(config), sampling, changed if is_changed else None)
+    return TraceInbox(trace, vocab_size(config), sampling, changed if is_changed else None)

@@ -39,7 +39,7 @@ from experiments.wiring.build_engine import check_prompts, check_token_ids
 from experiments.wiring.costs import CostEstimator, itemise, watches_of
 from experiments.wiring.engines import batch_limits, status_lines
 from experiments.wiring.foreign import policy_failure
-from experiments.wiring.traces import describe_trace, end_token_ids
+from experiments.wiring.traces import build_source, build_trace, describe_trace, end_token_ids
 from real.vllm.config import VllmConfig
 from sim.cost.profiled_range import RangeWatch
 from testbed import compiled
@@ -150,8 +150,8 @@ def _exit_status(failure: BaseException) -> int:
 def _own_trace(config: RunConfig) -> TraceLike:
     """Returns the configuration's trace: whole, or streamed (trace.stream) if a simulation can read it row by row."""
     if not config.is_simulated or config.recorded_run is not None:
-        return build.build_trace(config)  # whole: a tape refers to requests in any order
-    source = build.build_source(config)
+        return build_trace(config)  # whole: a tape refers to requests in any order
+    source = build_source(config)
     return source if isinstance(source, Trace) else CountedTrace(source, build.check_simulated)
 
 

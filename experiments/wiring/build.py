@@ -12,9 +12,7 @@ from experiments.configuration.policies import make_policy
 from experiments.configuration.saved import read_config
 from experiments.wiring.costs import CostEstimator, block_bytes, build_cost, check_counted, quantised_otherwise
 from experiments.wiring.foreign import CheckedOracle, failures_named, own_classes
-from experiments.wiring.traces import build_source as build_source
-from experiments.wiring.traces import build_trace as build_trace
-from experiments.wiring.traces import vocab_size as vocab_size
+from experiments.wiring.traces import vocab_size
 from real.config import RealConfig
 from real.vllm.config import VllmConfig
 from sim.backend import SimBackend

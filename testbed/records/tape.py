@@ -20,9 +20,9 @@ from testbed.core.request import Request
 from testbed.errors import RunFolderError
 from testbed.foreign_text import parsed, shown, whole
 from testbed.records.schema import decision
+from testbed.traces.schema import MAX_NS
 
 VERSION = 1
-MAX_NS = 2**62
 RESET_PREFIXES = "reset_prefixes"  # the kind of an event
 NUM_FIELDS = 5  # recorded fields of an outcome (and fork_stops, if any); log-probabilities do not affect decisions
 

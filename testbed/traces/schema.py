@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-MAX_NS = 2**62  # of an arrival or a wait: fits into int64
+MAX_NS = 2**62  # of an arrival, a wait, or an instant of a tape: fits into int64
 MAX_PRIORITY = 2**31 - 1  # the lowest is -MAX_PRIORITY - 1: int32 in frozen files
 MAX_NUM_TOKENS = 100_000_000  # of one prompt or output; more is surely a mistake, and would not fit into memory
 

@@ -20,8 +20,8 @@ from experiments.configuration.saved import saved_config
 from experiments.configuration.settings import FORCED
 from experiments.runs.parity import check_parity
 from experiments.runs.run import execute
-from experiments.wiring.build import build_trace, simulated_pools
-from experiments.wiring.traces import forcing
+from experiments.wiring.build import simulated_pools
+from experiments.wiring.traces import build_trace, forcing
 from real.checkpoint import make_checkpoint
 from testbed.core.request import Request
 from testbed.core.sampling import SamplingParams

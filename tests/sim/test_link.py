@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sim.backend import SchedulerTime, SimBackend
 from sim.config import SimConfig
 from sim.cost.base import CostModel
-from sim.driver import MAX_NS
+from sim.driver import LATEST_NS
 from sim.fleet import Fleet
 from sim.link import HostLink
 from testbed.core.commands import Execute, Resume, WaitUntil
@@ -52,7 +52,7 @@ class SlowPrices(Prices):
     """A block that comes back takes longer than the clock can say."""
 
     def price(self, shape: BatchShape) -> Spans:
-        return super().price(shape).replace(swap_ns=shape.num_blocks_swapped_in * MAX_NS)
+        return super().price(shape).replace(swap_ns=shape.num_blocks_swapped_in * LATEST_NS)
 
 
 class Nothing:

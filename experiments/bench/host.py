@@ -43,7 +43,7 @@ WARM_UP_STEPS = 5
 PARTS = ("schedule", "prepare", "launch", "sample", "outcomes")
 
 
-class Load(NamedTuple):
+class SteadyBatch(NamedTuple):
     """A batch that stays the same in every step. is_mixed: each step also computes a chunk of a long prompt."""
 
     batch: int
@@ -80,19 +80,19 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def loads() -> Iterator[Load]:
+def loads() -> Iterator[SteadyBatch]:
     for sampling in ("replay", *SAMPLINGS):
         for batch in BATCHES:
-            yield Load(batch, CONTEXT, sampling)
-    yield Load(*LONG, "greedy")
+            yield SteadyBatch(batch, CONTEXT, sampling)
+    yield SteadyBatch(*LONG, "greedy")
     for batch in BATCHES:
-        yield Load(batch, CONTEXT, "greedy", is_mixed=True)
+        yield SteadyBatch(batch, CONTEXT, "greedy", is_mixed=True)
 
 
 # --- host time ---
 
 
-def measure(load: Load, num_steps: int) -> list[float]:
+def measure(load: SteadyBatch, num_steps: int) -> list[float]:
     """Returns the median ns of each of PARTS over the steps in which the whole batch decodes."""
     from experiments.configuration.compose import compose_config
     from experiments.wiring import build
@@ -189,7 +189,7 @@ class _Watched:
 class _Log:
     """Keeps the times, by part, of the steps in which the whole batch decodes."""
 
-    load: Load
+    load: SteadyBatch
     shape: Any = None
     steps: list[tuple[float, ...]] = field(default_factory=list)
 

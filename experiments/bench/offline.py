@@ -38,7 +38,7 @@ VLLM_VARIABLES = {
 SERVED, SERVED_TOKENS = 64, 128  # requests, and output tokens of each, in the GPU run that measures the host's share
 
 
-class Load(NamedTuple):
+class OfflineLoad(NamedTuple):
     """Requests that all arrive at once. lengths: output tokens of each."""
 
     name: str
@@ -51,11 +51,11 @@ class Load(NamedTuple):
         return len({*map(len, self.prompts)}) == len({*self.lengths}) == 1
 
 
-def cpu_loads(vocab_size: int) -> list[Load]:
+def cpu_loads(vocab_size: int) -> list[OfflineLoad]:
     draw = random.Random(0)
-    even = Load("16 x (128 in + 128 out)", _prompts(draw, vocab_size, [128] * 16), [128] * 16)
+    even = OfflineLoad("16 x (128 in + 128 out)", _prompts(draw, vocab_size, [128] * 16), [128] * 16)
     sizes = [draw.randint(16, 256) for _ in range(64)]
-    mixed = Load(
+    mixed = OfflineLoad(
         "64 mixed, 16 to 256 in and out", _prompts(draw, vocab_size, sizes), [draw.randint(16, 256) for _ in sizes]
     )
     return [even, mixed]
@@ -250,7 +250,7 @@ class Contender:
             os.environ.clear()
             os.environ.update(before)
 
-    def generate(self, load: Load) -> tuple[float, list[list[int]], float | None]:
+    def generate(self, load: OfflineLoad) -> tuple[float, list[list[int]], float | None]:
         """Returns the seconds taken, the outputs, and for this engine the host's share of a step (else None)."""
         taken_s, outputs, host_share = self._ask(_generate, load.prompts, load.lengths)
         if [len(tokens) for tokens in outputs] != load.lengths:
@@ -315,9 +315,9 @@ def on_gpu(spec: ModelSpec, repeats: int) -> None:
     """Runs the load of nano-vllm's benchmark, one contender after the other."""
     draw = random.Random(0)
     prompts = _prompts(draw, spec.vocab_size, [draw.randint(100, 1024) for _ in range(256)])
-    load = Load("256 requests, 100 to 1,024 in and out", prompts, [draw.randint(100, 1024) for _ in prompts])
+    load = OfflineLoad("256 requests, 100 to 1,024 in and out", prompts, [draw.randint(100, 1024) for _ in prompts])
     print(f"\n  {spec.name}, {spec.dtype}, {load.name}: {sum(load.lengths):,} tokens", flush=True)
-    served = Load("", load.prompts[:SERVED], [SERVED_TOKENS] * SERVED)
+    served = OfflineLoad("", load.prompts[:SERVED], [SERVED_TOKENS] * SERVED)
     with _checkpoint(spec) as path:
         first: dict[str, list[float]] = {}  # rates of the first contender that ran; the others are shown relative to it
         for name in GPU_ARMS:
@@ -351,7 +351,7 @@ def _started(names: Sequence[str], setting: Setting) -> list[Contender]:
     return found
 
 
-def _compare(contenders: list[Contender], load: Load, repeats: int) -> None:
+def _compare(contenders: list[Contender], load: OfflineLoad, repeats: int) -> None:
     rates, outputs, host_share = _rates(contenders, load, repeats)
     if OURS not in rates:
         raise ConfigError("this engine did not run; there is nothing to compare")
@@ -365,7 +365,7 @@ def _compare(contenders: list[Contender], load: Load, repeats: int) -> None:
 
 
 def _rates(
-    contenders: list[Contender], load: Load, repeats: int
+    contenders: list[Contender], load: OfflineLoad, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[list[int]]], float | None]:
     """Returns tokens/s of each contender in each turn, then the outputs and our host share of the unmeasured first."""
     working = {one.name: one for one in contenders}

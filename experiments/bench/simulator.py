@@ -42,7 +42,7 @@ LOOK_ALIKE = (
 )  # fmt: skip
 
 
-class Measured(NamedTuple):
+class Timing(NamedTuple):
     """One process: wall-clock time of all of it and of the serving loop only, in s; steps; peak resident MiB."""
 
     num_requests: int
@@ -157,7 +157,7 @@ def _price_s(model: CostModel, shapes: list[BatchShape]) -> float:
     return (time.process_time() - began) / len(shapes)
 
 
-def _bench(case: str, overrides: list[str], repeats: int, variables: dict[str, str] | None = None) -> Measured:
+def _bench(case: str, overrides: list[str], repeats: int, variables: dict[str, str] | None = None) -> Timing:
     """Prints and returns the best of the repeats: requests/s and steps/s over the wall-clock time of the whole process.
     variables: environment variables, added to those of this process."""
     one = min((_measure(overrides, variables or {}) for _ in range(repeats)), key=lambda one: one.wall_s)
@@ -169,7 +169,7 @@ def _bench(case: str, overrides: list[str], repeats: int, variables: dict[str, s
     return one
 
 
-def _measure(overrides: list[str], variables: dict[str, str]) -> Measured:
+def _measure(overrides: list[str], variables: dict[str, str]) -> Timing:
     """Measures one run in its own process. If it fails, raises TestbedError with the last line of its error output."""
     with tempfile.TemporaryDirectory(prefix="testbed-bench-") as scratch:
         folder = Path(scratch) / "run"
@@ -189,6 +189,4 @@ def _measure(overrides: list[str], variables: dict[str, str]) -> Measured:
             raise TestbedError(last.removeprefix("error: "))
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     peak_mib = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    return Measured(
-        manifest["num_sent"], wall_s, manifest["wall_s"], manifest["num_steps"], peak_mib, manifest["digest"]
-    )
+    return Timing(manifest["num_sent"], wall_s, manifest["wall_s"], manifest["num_steps"], peak_mib, manifest["digest"])

@@ -42,7 +42,7 @@ _THOUSAND = (250, 4000)  # how many times as long as simulated, if seconds were 
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedLoad:
     """One compared load. again: its repeats. errors: against the mean of the load and its repeats; requests, matched,
     steps and second are of the load only. noise: metric -> spread of the repeats. second: errors of the second half, as
     given and fitted; only with --fit."""
@@ -62,17 +62,17 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class FidelityResult:
     """All compared loads. rankings: for each trace that ran under several policies (names, table, notes)."""
 
-    loads: tuple[Compared, ...]
+    loads: tuple[ComparedLoad, ...]
     rankings: tuple[tuple[list[str], pd.DataFrame, list[str]], ...]
     fit: Fit | None
 
 
 def compare(
     loads: Sequence[Load], overrides: Sequence[str], names: Sequence[str], folder: Path, scratch: Path, command: str
-) -> Comparison:
+) -> FidelityResult:
     """Fits the scalars `names`, if any, and simulates every load. folder: for the simulated runs; those with fitted
     scalars go to a folder `fitted` beside it. Raises TestbedError with a message of one line."""
     # of runs of one trace and policy, the first one's trace is simulated and compared with the mean of all
@@ -90,10 +90,10 @@ def compare(
         if fitted is not None:
             one = replace(one, second=_second_half(one, fitted, overrides, folder, command))
         compared.append(one)
-    return Comparison(tuple(compared), tuple(_rankings(compared)), fitted)
+    return FidelityResult(tuple(compared), tuple(_rankings(compared)), fitted)
 
 
-def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, command: str) -> Compared:
+def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, command: str) -> ComparedLoad:
     load = group[0]
     config = load.config(overrides)
     sim = simulate(config, load.trace, folder / load.place / "simulated", command, load.measured)
@@ -111,7 +111,7 @@ def _compare(group: Sequence[Load], overrides: Sequence[str], folder: Path, comm
     of_repeats = [(one.name, note) for one in group[1:] for note in one.notes if note not in load.notes]
     of_several = grouped(of_repeats, lambda told: told[1]).items()
     notes += tuple(f"{fmt.listing([name for name, _ in those])}: {note}" for note, those in of_several)
-    return Compared(
+    return ComparedLoad(
         load, tuple(group[1:]), sim, described(config), errors, fidelity.request_errors(matched),
         matched, fidelity.real_noise([pair[1:]]), steps, notes, pair,
     )  # fmt: skip
@@ -161,7 +161,7 @@ def _of_prices(group: Sequence[Load], config: RunConfig) -> tuple[str, ...]:
 
 
 def _second_half(
-    one: Compared, fitted: Fit, overrides: Sequence[str], folder: Path, command: str
+    one: ComparedLoad, fitted: Fit, overrides: Sequence[str], folder: Path, command: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     ids = halves(one.load.trace)[1]
     values = overrides_of(fitted.found.fitted)
@@ -176,7 +176,7 @@ def _named(run: Run, key: str) -> Run:
     return replace(run, manifest={**run.manifest, "trace": {**run.manifest["trace"], "sent_fingerprint": key}})
 
 
-def _rankings(compared: Sequence[Compared]) -> list[tuple[list[str], pd.DataFrame, list[str]]]:
+def _rankings(compared: Sequence[ComparedLoad]) -> list[tuple[list[str], pd.DataFrame, list[str]]]:
     found = []
     for members in grouped(compared, lambda one: one.load.key).values():
         if len(members) > 1:
@@ -199,13 +199,13 @@ def _noise_known(num: int) -> list[str]:
     return [f"{few} apart (docs/fidelity.md)"] if num < ENOUGH else []
 
 
-def _policy_name(one: Compared, members: Sequence[Compared]) -> str:
+def _policy_name(one: ComparedLoad, members: Sequence[ComparedLoad]) -> str:
     names = [str(other.load.measured.manifest.get("scheduler")) for other in members]
     mine = str(one.load.measured.manifest.get("scheduler"))
     return mine if names.count(mine) == 1 else one.load.name
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
+def as_json(found: FidelityResult) -> dict[str, Any]:
     loads = [
         {
             "name": one.load.name, "folder": one.load.place, "source": one.load.source, "used": one.used,
@@ -232,7 +232,7 @@ def metric_name(path: str) -> str:
     return " ".join(_WORDS[part] for part in path.split(".") if part != "throughput")
 
 
-def comparison_lines(found: Comparison) -> list[str]:
+def comparison_lines(found: FidelityResult) -> list[str]:
     lines: list[str] = []
     for one in found.loads:
         lines += [*_load(one), ""]
@@ -246,7 +246,7 @@ def comparison_lines(found: Comparison) -> list[str]:
     return lines[:-1]
 
 
-def _load(one: Compared) -> list[str]:
+def _load(one: ComparedLoad) -> list[str]:
     lines = [
         f"## {one.load.name}",
         "",
@@ -323,7 +323,7 @@ def _fitted(fit: Fit) -> list[str]:
     return [*lines, table(["scalar", "as given", "fitted"], rows), *(f"\nnote: {note}" for note in found.notes)]
 
 
-def _second_halves(loads: Sequence[Compared], fitted_to: Sequence[str]) -> list[str]:
+def _second_halves(loads: Sequence[ComparedLoad], fitted_to: Sequence[str]) -> list[str]:
     """The errors of all second halves in sum, and whether the fit is better there in the metrics that it was for."""
     halves = [one.second for one in loads if one.second is not None]
     errors = [pd.concat(frames).set_index("metric")["error"].abs() for frames in zip(*halves, strict=True)]
@@ -338,7 +338,7 @@ def _second_halves(loads: Sequence[Compared], fitted_to: Sequence[str]) -> list[
 _SUMMED = ("ttft_s.mean", "tpot_s.mean", "e2e_s.mean", "ttft_s.p99", "tpot_s.p99", "e2e_s.p99")
 
 
-def _second_half_lines(one: Compared) -> list[str]:
+def _second_half_lines(one: ComparedLoad) -> list[str]:
     assert one.second is not None
     given, fitted = one.second
     rows = [

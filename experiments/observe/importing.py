@@ -20,7 +20,7 @@ from experiments.conform.replay import composition_of
 from experiments.conform.systems import SYSTEMS
 from experiments.observe.case import case_of, system_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
-from experiments.observe.records import Measured, replay
+from experiments.observe.records import LoggedStep, replay
 from experiments.runs.environment import describe_machine
 from experiments.runs.identity import identity_of
 from experiments.runs.in_vllm import device_of, manifest_in_vllm, why_unpriced, with_model
@@ -212,7 +212,7 @@ def _why_no_profile(log: ObservedLog) -> str:
 
 
 def _write_profile(
-    log: ObservedLog, folder: Path, config: RunConfig, measured: list[Measured], command: str, probe_ns: int | None
+    log: ObservedLog, folder: Path, config: RunConfig, measured: list[LoggedStep], command: str, probe_ns: int | None
 ) -> str:
     said = log.header["device"]
     # in which vLLM computed, as the checkpoint's may be another; FP8 weights stay FP8

@@ -24,7 +24,7 @@ REASONS = {
 }  # fmt: skip
 
 
-class Measured(NamedTuple):
+class LoggedStep(NamedTuple):
     """Shape and times of a step, for a profile. period_ns: from its plan to the next plan, or before a pause to its
     end."""
 
@@ -33,7 +33,7 @@ class Measured(NamedTuple):
     period_ns: int
 
 
-def replay(log: ObservedLog, recorder: Recorder) -> list[Measured]:
+def replay(log: ObservedLog, recorder: Recorder) -> list[LoggedStep]:
     """Feeds the whole log to the recorder; returns the shape and times of each step, in order."""
     told = _Told(log, recorder)
     aborts = [one for one in log.requests.values() if one.aborted is not None]
@@ -52,7 +52,7 @@ class _Told:
     """Sequences with the token counts that follow from the log, and the calls of the recorder."""
 
     def __init__(self, log: ObservedLog, recorder: Recorder) -> None:
-        self.measured: list[Measured] = []
+        self.measured: list[LoggedStep] = []
         self._log = log
         self._recorder = recorder
         self._max_model_len = int(log.header["config"]["max_model_len"])
@@ -91,7 +91,7 @@ class _Told:
         view.emitters = [self._seqs[name] for name in emitted if name in self._seqs]
         view.result = StepResult(step.end_ns, None, spans)
         self._recorder.committed(view)
-        self.measured.append(Measured(view.plan.shape, spans, self._period_ns(step)))
+        self.measured.append(LoggedStep(view.plan.shape, spans, self._period_ns(step)))
         self._num_steps += 1
         self._end([(name, REASONS.get(reason, FinishReason.STOP)) for name, reason in step.ended.items()], step.end_ns)
 

@@ -111,7 +111,7 @@ def _largest_captured(config: RunConfig) -> int:
     return min(max(num_decodes, said.max_captured_tokens), bounds.max_num_batched_tokens)
 
 
-class Policies(NamedTuple):
+class MadePolicies(NamedTuple):
     """The policies of one scheduler, not bound yet."""
 
     composition: Any
@@ -123,11 +123,11 @@ class Policies(NamedTuple):
     eviction: EvictionPolicy
 
 
-def make_policies(config: RunConfig) -> Policies:
+def make_policies(config: RunConfig) -> MadePolicies:
     """Makes the chosen policies. Raises ConfigError for one that does not exist or cannot be constructed."""
     chosen = config.scheduler
     queue = make_policy("scheduler.queue_order", chosen.queue_order)
-    return Policies(
+    return MadePolicies(
         composition=make_policy("scheduler.composition", chosen.composition),
         queue=queue,
         admission=make_policy("scheduler.admission", chosen.admission),
@@ -220,7 +220,7 @@ def victim_of_auto(config: RunConfig) -> str | None:
     return str(_victim(chosen, make_policy("scheduler.queue_order", chosen.queue_order)))
 
 
-def _check_made(config: RunConfig, pools: Pools, made: Policies) -> None:
+def _check_made(config: RunConfig, pools: Pools, made: MadePolicies) -> None:
     """Raises ConfigError if the made policies contradict the settings, however the policies were named."""
     if isinstance(made.preemption, Swap) and pools.num_cpu_blocks == 0:
         raise ConfigError(

@@ -32,7 +32,7 @@ from testbed.core.sampling import SamplingParams
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import serve
 
-Measured = tuple[BatchShape, Spans, int]  # shape and spans of a step, and the ns from its plan to its commit
+MeasuredStep = tuple[BatchShape, Spans, int]  # shape and spans of a step, and the ns from its plan to its commit
 Recorded = tuple[Recorder, Callable[[], None] | None]  # a recorder, and the driver's catch_up
 
 
@@ -61,7 +61,7 @@ class Bench(NamedTuple):
 class Unit(NamedTuple):
     """Work that is measured as a whole. is_repeated: measured in every repeat, after one unmeasured run; else once."""
 
-    run: Callable[[], list[Measured]]
+    run: Callable[[], list[MeasuredStep]]
     is_repeated: bool = True
 
 
@@ -69,7 +69,7 @@ class Profiled(NamedTuple):
     """Measured steps, in order. num_units: measurements of units that are complete, of num_wanted. ended_by: why it
     ended early; None: it did not. is_interrupted: whether the user interrupted it."""
 
-    steps: list[Measured]
+    steps: list[MeasuredStep]
     num_units: int
     num_wanted: int
     ended_by: str | None = None
@@ -112,7 +112,7 @@ def fill_with_noise(kv: Any) -> None:
         kv.normal_()
 
 
-def run_episode(bench: Bench, episode: Episode, seed: int) -> list[Measured]:
+def run_episode(bench: Bench, episode: Episode, seed: int) -> list[MeasuredStep]:
     """Runs one episode; returns its measured steps. seed: for token ids and for the blocks that are moved."""
     room = bench.room
     has_prefixes = episode.num_common > 0 or any(chunk.start for batch in episode.batches for chunk in batch)
@@ -135,7 +135,7 @@ class _Stage(Recorder):
     is_open = False
 
     def __init__(self, bench: Bench, episode: Episode, draw: Random) -> None:
-        self.measured: list[Measured] = []
+        self.measured: list[MeasuredStep] = []
         self._bench, self._episode, self._draw = bench, episode, draw
         self._tokens = np.random.default_rng(draw.getrandbits(63))
         self._script = self._events()

@@ -26,7 +26,7 @@ _FIELDS = {item.name for item in fields(SchedulerOutput)}
 
 
 @dataclass(slots=True)
-class Told:
+class KnownRequest:
     """What a worker knows of a live request. name: our id. table: our blocks that were sent; None: the whole table must
     be sent. step: the last step that had the request. is_away: it is running, but the worker was told to forget it.
     num_in_flight: tokens of it that steps in flight sample."""
@@ -45,7 +45,7 @@ class Launched:
     """A plan in flight. rows: (request, sequence, whether it samples) of each row."""
 
     plan: BatchPlan
-    rows: list[tuple[Told, int, bool]] = field(default_factory=list)
+    rows: list[tuple[KnownRequest, int, bool]] = field(default_factory=list)
 
 
 class Translator:
@@ -57,7 +57,7 @@ class Translator:
     def __init__(
         self, *, max_model_len: int, max_held: int | None, log_stats: bool, cached_block_size: int | None
     ) -> None:
-        self.live: dict[str, Told] = {}
+        self.live: dict[str, KnownRequest] = {}
         self.finished: set[str] = set()  # vLLM's ids of requests that the workers have to forget
         self._max_model_len = max_model_len
         self._max_held = max_held
@@ -131,7 +131,7 @@ class Translator:
 
     def added(self, name: str, request: Any) -> None:
         """Adds a waiting request. name: our id."""
-        self.live[name] = Told(name, request)
+        self.live[name] = KnownRequest(name, request)
         self._note(request, EngineCoreEventType.QUEUED)
 
     def _note(self, request: Any, event: Any) -> None:
@@ -149,11 +149,11 @@ class Translator:
                 num_external_cached_tokens=0,
             )  # fmt: skip
 
-    def _new(self, told: Told, row: ScheduledSequence) -> NewRequestData:
+    def _new(self, told: KnownRequest, row: ScheduledSequence) -> NewRequestData:
         tokens = list(told.request.all_token_ids) if self._sends_resumed_as_new else None
         return NewRequestData.from_request(told.request, (_blocks(row.block_table),), tokens)
 
-    def _add(self, cached: CachedRequestData, told: Told, row: ScheduledSequence, *, is_resumed: bool) -> None:
+    def _add(self, cached: CachedRequestData, told: KnownRequest, row: ScheduledSequence, *, is_resumed: bool) -> None:
         request = told.request
         blocks = _blocks(row.block_table if is_resumed or told.table is None else row.block_table[len(told.table) :])
         cached.req_ids.append(request.request_id)

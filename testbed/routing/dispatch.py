@@ -78,7 +78,7 @@ class Probe:
         return seq
 
 
-class Replica:
+class LiveView:
     """A replica as routers see it. Implements testbed.routing.routers.ReplicaView. probe: the fleet's."""
 
     def __init__(self, number: int, inbox: ReplicaInbox, scheduler: Scheduler, probe: Probe) -> None:
@@ -115,7 +115,7 @@ class Scraped:
     """A replica with its counts of one instant, as a gauge that was scraped then: they lack what was sent since. Its
     cache is looked up as it is."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: LiveView) -> None:
         self.number = replica.number
         self.num_requests = replica.num_requests
         self.num_waiting = replica.num_waiting
@@ -140,12 +140,12 @@ class Dispatcher:
         self._router = router
         self._on_finished = on_finished
         self._homes: dict[str, int] = {}  # the replica of each request that has not ended
-        self._replicas: tuple[Replica, ...] = ()
+        self._replicas: tuple[LiveView, ...] = ()
         self._seen: Replicas = ()  # what the router is shown
 
     def attach(self, schedulers: Sequence[Scheduler]) -> None:
         pairs, probe = zip(self.inboxes, schedulers, strict=True), Probe()
-        self._seen = self._replicas = tuple(Replica(number, *pair, probe) for number, pair in enumerate(pairs))
+        self._seen = self._replicas = tuple(LiveView(number, *pair, probe) for number, pair in enumerate(pairs))
 
     def scrape(self) -> None:
         """From now on the router is shown the counts of this instant, until the next call."""

@@ -20,7 +20,10 @@ def test_steps_and_whole_runs_are_shown(say, monkeypatch):
     small = {"SMALL": TINY, "BATCHES": (1, 3), "PROMPTS": (16,), "SAMPLED": 2, "MIXED": (2, 5)}
     for name, value in small.items():
         monkeypatch.setattr(engine, name, value)
-    loads = [offline.Load("3 even", [[1, 2, 3]] * 3, [8] * 3), offline.Load("2 mixed", [[1, 2], [3]], [4, 6])]
+    loads = [
+        offline.OfflineLoad("3 even", [[1, 2, 3]] * 3, [8] * 3),
+        offline.OfflineLoad("2 mixed", [[1, 2], [3]], [4, 6]),
+    ]
     monkeypatch.setattr(offline, "cpu_loads", lambda vocab_size: loads)
     monkeypatch.setattr(offline, "CPU_ARMS", ("transformers.generate", "this engine"))
     arguments = ("--device", "cpu", "--repeats", "1", "--threads", "1", "--dtypes", "float32")
@@ -86,7 +89,7 @@ class _Fake:
         self.name = name
         self.alive.append(name)
 
-    def generate(self, load: offline.Load) -> tuple[float, list[list[int]], float | None]:
+    def generate(self, load: offline.OfflineLoad) -> tuple[float, list[list[int]], float | None]:
         return 1.0, [[0] * length for length in load.lengths], 0.1 if self.name.startswith("this") else None
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from analysis.load import Run, load_run
 from analysis.plots import style
 from analysis.reading.files import read_yaml
 from experiments.cli import main
-from experiments.fidelity.comparing import Comparison, comparison_lines
+from experiments.fidelity.comparing import FidelityResult, comparison_lines
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRequest, measured
 from experiments.fidelity.outputs import renewed
@@ -436,7 +436,7 @@ def test_policies_that_the_engine_does_not_tell_apart_have_neither_tau_nor_the_s
            "same_winner": True}  # fmt: skip
     told = row | {"num_told_apart": 1, "num_same_order": 1, "winner_is_clear": True}
     ranking = pd.DataFrame([told, row | {"num_told_apart": 0, "num_same_order": 0, "winner_is_clear": False}])
-    lines = comparison_lines(Comparison((), ((["a", "b"], ranking, []),), None))[-1].splitlines()[-2:]
+    lines = comparison_lines(FidelityResult((), ((["a", "b"], ranking, []),), None))[-1].splitlines()[-2:]
     assert [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines] == [
         ["TTFT mean", "+1.00", "a", "a", "yes", "1 of 1"],
         ["TTFT mean", "–", "a", "a", "–", "none told apart"],

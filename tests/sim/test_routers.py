@@ -14,7 +14,7 @@ import pytest
 from testbed.core.commands import Arrive
 from testbed.core.request import Request
 from testbed.errors import ConfigError
-from testbed.routing.dispatch import Probe, Replica, ReplicaInbox
+from testbed.routing.dispatch import LiveView, Probe, ReplicaInbox
 from testbed.routing.routers import (
     ROUTERS,
     LeastLoaded,
@@ -117,7 +117,7 @@ def test_a_load_counts_what_was_sent_and_not_taken_and_who_waits_swapped_out() -
     blocks = SimpleNamespace(num_gpu_blocks=100, num_free_blocks=93)
     scheduler = SimpleNamespace(num_waiting=2, num_swapped=3, num_running=5, num_known_tokens=50, blocks=blocks)
     inbox = ReplicaInbox(lambda requests, now_ns: None)
-    replica = Replica(0, inbox, cast(Any, scheduler), Probe())
+    replica = LiveView(0, inbox, cast(Any, scheduler), Probe())
     inbox.put(Arrive(request("a", 10)), 0)
     assert (replica.num_requests, replica.num_waiting, replica.num_tokens) == (1, 6, 60)
     inbox.due(0)

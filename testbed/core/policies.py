@@ -17,10 +17,8 @@ class Policies:
     """The policies of one scheduler. others: those that are told, and not asked. left: their methods of this name."""
 
     def __init__(self, admission: Any, preemption: Any, victims: VictimChoice, *others: Any) -> None:
-        self.victims = victims
-        self.admission, self._preemption = admission, preemption  # Any, as their answers are checked here
-        asked = with_parts((admission, preemption, victims))
-        told = with_parts(others) + asked
+        self.victims, self.admission, self._preemption = victims, admission, preemption  # Any: answers are checked here
+        told = with_parts(others) + (asked := with_parts((admission, preemption, victims)))
         self._timed: list[Any] = [one for one in asked if hasattr(one, "now_ns")]
         self._served: list[Callable[..., object]] = [*filter(callable, [getattr(x, "served", None) for x in told])]
         self.left: list[Callable[..., object]] = [*filter(callable, [getattr(x, "left", None) for x in told])]

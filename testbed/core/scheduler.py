@@ -268,8 +268,7 @@ class Scheduler:
             if seq.seq_id not in ended:
                 assert seq.seq_id in places[seq.state], f"{seq} is in the wrong place"
                 self._check_sequence(seq)
-        if not declared(self._composition, "caps_batches_only", False):
-            assert running.num_seqs <= self.limits.max_num_seqs
+        assert declared(self._composition, "caps_batches_only", False) or running.num_seqs <= self.limits.max_num_seqs
 
     def _check_sequence(self, seq: Sequence) -> None:
         assert seq.num_together == len(seq.together)

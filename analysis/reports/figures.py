@@ -12,6 +12,7 @@ from analysis import plots
 from analysis.comparison.arms import Arm, decided_alike, grouped, repeats, replicates, unsaid_keys
 from analysis.comparison.effects import Compared
 from analysis.load import Run, Sweep, num_replicas
+from analysis.measures.over_time import MIN_REQUESTS
 from analysis.measures.summary import summary_value
 from analysis.naming import apart
 from analysis.reports import tables
@@ -24,6 +25,7 @@ _SERVED = ("slo.goodput_per_s", "throughput.output_tokens_per_s")
 _MAX_PANELS = 4
 _MAX_CURVES = 8
 _MAX_TIMELINES = 3  # side by side
+_MANY = 5  # windows: with fewer, a quantile over time says little
 
 
 def change_bars(sections: Sections, group: Compared, question: str) -> Plot:
@@ -80,6 +82,15 @@ def run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: 
     caption = f"Share of requests within a latency, queueing included.{note}"
     draw = partial(plots.latency_cdf, {arm.name: typical[arm.name] for arm in ordered})
     drawn = [sections.plot(draw, "latency_cdf", f"Latency distributions{where}", caption)]
+    shown = _timeline_choice(typical)
+    chosen = ""
+    if len(shown) < len(arms):
+        most = fmt.count(len(shown) - 1, "arm")
+        chosen = f" Of {len(arms)} arms, shown are the baseline and the {most} whose mean TTFT is furthest from its."
+    if min(run.summary["num_requests"] for run in shown.values()) >= _MANY * MIN_REQUESTS:
+        caption = f"TTFT of the requests that arrived in each window.{chosen}"
+        draw = partial(plots.latency_over_time, shown)
+        drawn.append(sections.plot(draw, "latency_over_time", f"TTFT over time{where}", caption))
     runs = [run for arm in report.arms for run in arm.runs]
     if len(loads) > 1 and not unsaid_keys(runs, report.replicated):
         every = {
@@ -89,13 +100,9 @@ def run_plots(sections: Sections, loads: Mapping[str, Sequence[Arm]], baseline: 
         caption = "Mean over replicates; the bars span them. A triangle on top: not reached." + note
         draw = partial(plots.throughput_latency, every)
         drawn.append(sections.plot(draw, "throughput_latency", "Latency against throughput", caption))
-    shown = _timeline_choice(typical)
-    caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan."
+    caption = "Share of the pool's blocks that sequences hold, and queue lengths after each step's plan." + chosen
     if any(num_replicas(run) > 1 for run in shown.values()):
         caption += " Of several replicas: the mean of their shares, and the sums of their queues."
-    if len(shown) < len(arms):
-        most = fmt.count(len(shown) - 1, "arm")
-        caption += f" Of {len(arms)} arms, shown are the baseline and the {most} whose mean TTFT is furthest from its."
     draw = partial(plots.timeline, shown)
     return [*drawn, sections.plot(draw, "timeline", f"KV usage and queue over time{where}", caption)]
 

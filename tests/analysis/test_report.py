@@ -152,6 +152,10 @@ def test_a_timeline_is_chosen_from_all_arms_though_few_have_curves(sweep, monkey
     run_plots(Sections(sweep, sweep), {"": arms}, arms[0], ReportInput(arms))
     names = [arm.name for arm in arms]
     assert shown == {"latency_cdf": names[:2], "timeline": [names[0], *names[2:]]}
+    for run in [run for arm in arms for run in arm.runs]:
+        run.summary["num_requests"] = 500
+    run_plots(Sections(sweep, sweep), {"": arms}, arms[0], ReportInput(arms))
+    assert shown["latency_over_time"] == shown["timeline"], "of many requests also over time"
 
 
 def test_without_a_place_for_its_figures_there_is_no_page(tmp_path, monkeypatch):

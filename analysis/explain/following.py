@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from analysis.explain.decisions import DecidedStep
-from analysis.explain.waiting import IN_FLIGHT, NEVER_FITS, Engine, Life
+from analysis.explain.taking import Holding
+from analysis.explain.waiting import IN_FLIGHT, NEVER_FITS, Life
 
 NUM_NAMED = 3  # other requests that are named
 
@@ -51,7 +52,7 @@ class Stretch:
         self.takers = tuple((Counter(dict(self.takers)) + Counter(dict(later.takers))).items())
 
 
-class Follower(Engine):
+class Follower(Holding):
     """An engine with the stretches of one of its requests. Held blocks are estimated from the computed tokens."""
 
     def __init__(self, replica: int, lives: list[Life], life: Life, block_size: int) -> None:
@@ -59,21 +60,21 @@ class Follower(Engine):
         self._life, self._block_size = life, block_size
         self._stretches: list[Stretch] = []  # one for each step
         self._numbers: dict[int, Stretch] = {}  # the waiting ones, by index of the step
-        self._held: dict[str, int] = {}  # computed tokens of every request on the GPU
-        self._away: dict[str, int] = {}  # computed tokens of swapped-out requests
         self._most_computed = 0
 
     def take(self, step: DecidedStep) -> None:
-        life = self._life
         self._last_until(step.start_ns)
         super().take(step)
+        self._most_computed = max(self._most_computed, self.held.get(self._life.request_id, 0))
+
+    def note(self, step: DecidedStep) -> None:
+        life = self._life
         is_over = life.finish_ns is not None and life.finish_ns <= step.start_ns
         if life.queued_ns <= step.plan_ns and not is_over:
             if not self._stretches and life.queued_ns < step.start_ns:
                 early = Stretch(step.step, step.step, life.queued_ns, step.start_ns, "waiting", IN_FLIGHT, num_steps=0)
                 self._stretches.append(early)
             self._note(step)
-        self._hold(step)
 
     def close(self) -> None:
         life, horizon = self._life, max([self._end_ns, *(ns for ns, _ in self._ends)])
@@ -118,7 +119,7 @@ class Follower(Engine):
             least_free_blocks=step.free_blocks, most_free_blocks=step.free_blocks, num_other_prefill_tokens=others,
         )  # fmt: skip
         if state in ("waiting", "swapped", "stalled"):
-            holders = nlargest(NUM_NAMED, ((num, who) for who, num in self._held.items() if who != name))
+            holders = nlargest(NUM_NAMED, ((num, who) for who, num in self.held.items() if who != name))
             one.holders = tuple((who, math.ceil(num / self._block_size)) for num, who in holders if num)
             takers = nlargest(NUM_NAMED, ((num, who) for who, num in step.scheduled.items() if num > 1))
             one.takers = tuple((who, num) for num, who in takers)
@@ -136,17 +137,3 @@ class Follower(Engine):
         if former is not None and former.cost_ns and former.caught_up_ns in (None, step.end_ns):
             return "recompute", ""
         return "prefill" if self._most_computed < self._life.num_prompt_tokens else "decode", ""
-
-    def _hold(self, step: DecidedStep) -> None:
-        for name, mode in step.victims.items():
-            num_tokens = self._held.pop(name, 0)
-            if mode == "swap":
-                self._away[name] = num_tokens
-        for name in step.swapped_in:
-            self._held[name] = self._away.pop(name, 0)
-        self._held.update(step.admitted)
-        for name, num_tokens in step.scheduled.items():
-            self._held[name] = self._held.get(name, 0) + num_tokens
-        for name in [name for name in self._held if (self._finish_ns.get(name) or step.end_ns + 1) <= step.end_ns]:
-            del self._held[name]
-        self._most_computed = max(self._most_computed, self._held.get(self._life.request_id, 0))

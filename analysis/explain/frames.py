@@ -10,23 +10,27 @@ Each takes a `Run` or its folder, and raises RunFolderError with a message of on
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, fields
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
 from analysis.explain.decisions import decided_steps
 from analysis.explain.following import Follower, Stretch
+from analysis.explain.taking import Taker
 from analysis.explain.waiting import Engine, Life, Preempted, WaitRow
 from analysis.load import Run, load_run, read_frame
 from testbed.errors import RunFolderError
 
 REQUEST_FACTS = (  # columns of requests.parquet; token instants are not needed
-    "request_id", "replica", "num_prompt_tokens", "num_output_tokens", "num_token_steps", "num_cached_tokens",
-    "num_preemptions", "num_recomputed_tokens", "finish_reason", "finish_message", "arrival_ns", "queued_ns",
-    "first_scheduled_ns", "first_token_ns", "finish_ns", "first_sent_ns", "last_sent_ns", "ttft_s", "tpot_s", "e2e_s",
+    "request_id", "tenant", "priority", "replica", "num_prompt_tokens", "num_output_tokens", "num_token_steps",
+    "num_cached_tokens", "num_preemptions", "num_recomputed_tokens", "finish_reason", "finish_message", "arrival_ns",
+    "queued_ns", "first_scheduled_ns", "first_token_ns", "finish_ns", "first_sent_ns", "last_sent_ns", "ttft_s",
+    "tpot_s", "e2e_s",
 )  # fmt: skip
 PREEMPTED = [field.name for field in fields(Preempted) if field.name != "left"]
 _ROWS = 1 << 16  # rows that are Python objects at a time
@@ -34,17 +38,23 @@ Source = Run | str | os.PathLike[str]
 
 
 class Told:
-    """The results of one pass over a run's decisions. requests: REQUEST_FACTS. follower: of request `request_id`."""
+    """The results of one pass over a run's decisions. requests: REQUEST_FACTS. follower: of request `request_id`.
+    takers: with `within_s`, of the requests that arrived in [from, to), seconds; `is_asked` says which these are."""
 
-    def __init__(self, source: Source, request_id: str | None = None) -> None:
+    def __init__(
+        self, source: Source, request_id: str | None = None, within_s: tuple[float, float] | None = None
+    ) -> None:
         self.run = source if isinstance(source, Run) else load_run(source)
         if request_id is not None:
             refuse_unknown(self.run, request_id)
         self.requests = read_frame(self.run.path / "requests.parquet", REQUEST_FACTS)
+        low, high = within_s or (0.0, math.inf)
+        self.is_asked = (self.requests["arrival_ns"] / 1e9).between(low, high, inclusive="left")
         self.follower: Follower | None = None
+        self.takers: list[Taker] = []
         self._waits: list[pd.DataFrame] = []
         self._preempted: list[Preempted] = []
-        engines = self._engines(request_id)
+        engines = self._engines(request_id, with_takers=within_s is not None)
         for step in decided_steps(self.run):
             if (engine := engines.get(step.replica)) is not None:
                 engine.take(step)
@@ -55,7 +65,7 @@ class Told:
             self._flush(engine)
             self._preempted += engine.preempted
 
-    @property
+    @cached_property
     def waits(self) -> pd.DataFrame:
         return pd.concat(self._waits or [_frame([])], ignore_index=True)
 
@@ -66,13 +76,26 @@ class Told:
         frame = pd.DataFrame(rows, columns=PREEMPTED).astype(whole)
         return frame.sort_values("at_ns", kind="stable", ignore_index=True)
 
-    def _engines(self, request_id: str | None) -> dict[int, Engine]:
+    @property
+    def slowest(self) -> pd.DataFrame:
+        """Of the requests asked for that got a token, the slowest 1 % by TTFT."""
+        known = self.requests[self.is_asked & self.requests["ttft_s"].notna()]
+        return known.sort_values("ttft_s", ascending=False, kind="stable").head(math.ceil(len(known) / 100))
+
+    def _engines(self, request_id: str | None, *, with_takers: bool) -> dict[int, Engine]:
         lives: dict[int, list[Life]] = {}
         row: Any
         for row in self.requests.itertuples():
             queued_ns, finish_ns = (None if ns is pd.NA else int(ns) for ns in (row.queued_ns, row.finish_ns))
             life = Life(row.request_id, queued_ns or 0, finish_ns, int(row.num_prompt_tokens))
             lives.setdefault(int(row.replica), []).append(life)
+        if with_takers:
+            asked, slow = (
+                dict(zip(frame["request_id"], frame[instant], strict=True))
+                for frame, instant in ((self.requests[self.is_asked], "arrival_ns"), (self.slowest, "first_token_ns"))
+            )
+            self.takers = [Taker(replica, own, asked, slow) for replica, own in lives.items()]
+            return dict(zip(lives, self.takers, strict=True))
         if request_id is None:
             return {replica: Engine(replica, own) for replica, own in lives.items()}
         replica, life = next((of, life) for of, own in lives.items() for life in own if life.request_id == request_id)

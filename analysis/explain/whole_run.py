@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,29 @@ import pandas as pd
 
 from analysis.explain.frames import Told
 from analysis.explain.request import CAUSES, REASONS, SENT_FIRST, SENT_LAST, behind_ns, computed_again, times, were
+from analysis.explain.slowest import slowest_and_takers, when_worst
 from analysis.format import count, listing, seconds, share
 from analysis.load import Run
+from testbed.errors import ConfigError
 
 WORST, FEW = 10, 3  # requests of a list
 _NAMED = 5
 
 
-def explain_run(run: Run, folder: Path | None = None) -> str:
-    """A text on why the run's requests waited: the answer in three lines, then causes, preemptions, worst requests.
-    folder: of which `run` is a repetition, and that is explained; None: its own."""
-    told = Told(run)
-    waits, preemptions = told.waits, told.preemptions
-    requests = told.requests.set_index("request_id")
-    ends = (waits["end_ns"], requests["finish_ns"].dropna())
+def explain_run(run: Run, folder: Path | None = None, from_s: float = 0.0, to_s: float = math.inf) -> str:
+    """A text on why the requests waited that arrived in [from_s, to_s): the answer in a few lines, then causes,
+    preemptions, worst requests. folder: of which `run` is a repetition, and that is explained; None: its own. Raises
+    ConfigError if none arrived then."""
+    told, folder = Told(run, within_s=(from_s, to_s)), folder or run.path
+    if not told.is_asked.any() and len(told.requests):
+        last_s = told.requests["arrival_ns"].max() / 1e9
+        raise ConfigError(f"no request of {folder} arrived then: the last came at {last_s:g} s")
+    requests = told.requests[told.is_asked].set_index("request_id")
+    waits, preemptions = (
+        frame[frame["request_id"].isin(requests.index)].reset_index(drop=True)
+        for frame in (told.waits, told.preemptions)
+    )
+    ends = (told.waits["end_ns"], told.requests["finish_ns"].dropna())
     last_ns = max((int(column.max()) for column in ends if len(column)), default=0)
     requests["end_ns"] = requests["finish_ns"].fillna(last_ns).astype("int64")
     requests["life_ns"] = (requests["end_ns"] - requests["queued_ns"].astype("int64")).clip(lower=0)
@@ -33,7 +43,8 @@ def explain_run(run: Run, folder: Path | None = None) -> str:
     requests["cause"] = main.reindex(requests.index)  # the cause with the longest wait
     lost = _lost_ns(preemptions, requests["end_ns"])
     return "\n".join(
-        [*_answer(requests, waits, preemptions, lost), *_longest(requests, folder or run.path), "",
+        [*_answer(requests, waits, preemptions, lost), *_longest(requests, folder),
+         *when_worst(run, folder, from_s, to_s), *slowest_and_takers(told), "",
          *_by_cause(waits, len(requests)), *_preempted(preemptions), *_worst(requests)]
     )  # fmt: skip
 

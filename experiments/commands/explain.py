@@ -6,6 +6,7 @@ replayed, and the decision digest must be the same.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -26,7 +27,7 @@ from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import refuse_overwrite, refuse_running
 from experiments.wiring.engines import RunRecords, fleet_digest
 from testbed.core.commands import Recorder, StepView
-from testbed.errors import RunFolderError
+from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import visible
 
 
@@ -37,16 +38,28 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--keep", type=folder_named, metavar="FOLDER", help="keep the run with its decisions here, for pandas"
     )
+    parser.add_argument(
+        "--from", type=float, dest="from_s", metavar="S", help="sum up those that came from this second on"
+    )
+    parser.add_argument("--to", type=float, dest="to_s", metavar="S", help="sum up those that came before this second")
     options = parser.parse_args(arguments)
+    if options.request is not None and (options.from_s, options.to_s) != (None, None):
+        raise ConfigError("--from and --to choose requests, and one is named; leave out either")
     refuse_running(options.run)
     from analysis.explain.frames import refuse_unknown  # not at the top: pandas is slow to import
     from analysis.explain.request import explain_request
     from analysis.explain.whole_run import explain_run
+    from analysis.timelines.export import LATEST_S, Window
 
+    window = Window(options.from_s or 0.0, LATEST_S if options.to_s is None else options.to_s)
     if options.request is not None:
         refuse_unknown(load_run(options.run), options.request)
     with explained(options.run, options.keep) as (run, source):
-        text = explain_run(run, options.run) if options.request is None else explain_request(run, options.request)
+        if options.request is None:
+            to_s = math.inf if options.to_s is None else window.to_s
+            text = explain_run(run, options.run, window.from_s, to_s)
+        else:
+            text = explain_request(run, options.request)
         is_complete = run.is_complete
     print("\n".join(map(visible, text.split("\n"))))  # names of requests are whatever the trace says
     print(f"\nsource       {source}")

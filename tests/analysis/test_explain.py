@@ -10,13 +10,16 @@ import pandas as pd
 import pytest
 
 from analysis.explain import request
+from analysis.explain.decisions import DecidedStep
 from analysis.explain.following import Stretch
 from analysis.explain.frames import preemptions, stretches, waits
 from analysis.explain.request import _pace, computed_again, explain_request
+from analysis.explain.taking import Taker
+from analysis.explain.waiting import Life
 from analysis.explain.whole_run import _longest_chain, _lost_ns, _preempted, explain_run
 from analysis.load import load_run
 from experiments.runs.run import execute
-from testbed.errors import RunFolderError
+from testbed.errors import ConfigError, RunFolderError
 from tests.experiments.kit import TINY, config_of, trace_of
 
 SECOND = 10**9
@@ -87,6 +90,99 @@ def test_a_prompt_beyond_the_budget_of_a_step_waits_for_the_next(tmp_path: Path)
     folder = run_of(tmp_path, [row("a", 16, 2), row("b", 16, 2)], "scheduler.max_num_batched_tokens=16")
     assert causes(folder, "b") == {"token_budget": 1}
     assert "most of it went to a (16 tokens)" in explain_request(load_run(folder), "b")
+
+
+RAG = [row("c", 4, 10, tenant="chat"), row("long", 48, 2, tenant="rag"), row("b", 4, 2, at=0.5, tenant="chat")]
+
+
+NOTHING: tuple[Any, ...] = ([], [], {}, {}, {}, {})  # of a step: swapped_in, ignored, victims, …
+
+
+def said_of(folder: Path, *window: float) -> str:
+    return explain_run(load_run(folder), Path("runs/my run"), *window).replace("\xa0", " ")
+
+
+def test_who_took_the_budget_is_named_and_the_slowest_one_s_ttft_is_taken_apart(tmp_path: Path) -> None:
+    """Tokens of c, long and b: 4 12 0, 1 15 0, 1 15 0, 1 6 4. Of 48 in the three steps long has 42, and its part of its
+    four steps is 12/16 + 2 * 15/16 + 6/11 = 3.17; b comes in the first, waits for two, and has 4/11 of the last."""
+    folder = run_of(tmp_path, RAG, "scheduler.max_num_batched_tokens=16")
+    said = said_of(folder).splitlines()
+    assert said[2].endswith("; `testbed explain 'runs/my run' b`.")
+    assert said[3:7] == [
+        "The slowest request by TTFT, long (tenant rag, 48 prompt tokens), took 4.00 s: 4.00 s in the steps up to the "
+        "first token (estimated by tokens: 3.17 s for the own prompt, 830 ms for others in the same steps).",
+        "While others waited for the token budget of a step, long (tenant rag, 48 prompt tokens) took 93.8 % and c "
+        "(tenant chat, 4 prompt tokens) took 6.25 % of the tokens computed.",
+        "In the steps that ran when requests came, long (tenant rag, 48 prompt tokens) took 75.0 % and c (tenant chat, "
+        "4 prompt tokens) took 25.0 % of the tokens computed.",
+        "",
+    ]
+    said = said_of(folder, 0.4, 1.0).splitlines()
+    assert said[0].startswith("1 request waited 2.00 s in all, 50.0 % of their time")
+    assert said[3:5] == [
+        "P99 TTFT was 3.50 s for those that arrived from 0.4 s to 1 s, 3.97 s for the others.",
+        "The slowest request by TTFT, b (tenant chat, 4 prompt tokens), took 3.50 s: 500 ms until the step that ran at "
+        "arrival had ended, 2.00 s in the queue and 1.00 s in the steps up to the first token (estimated by tokens: "
+        "364 ms for the own prompt, 636 ms for others in the same steps).",
+    ]
+    assert not re.search(r"^- (c|long)", "\n".join(said), re.MULTILINE), "they came before"
+    assert "for those that arrived from 0.4 s on, 3.97 s for the others." in said_of(folder, 0.4)
+    with pytest.raises(ConfigError, match=r"^no request of runs/my run arrived then: the last came at 0\.5 s$"):
+        said_of(folder, 0.6)
+
+
+def test_who_held_the_blocks_that_others_waited_for_is_named(tmp_path: Path) -> None:
+    """From step 1 to 9, in which b waits, a has 12 to 20 tokens and c 4 to 12: 144 and 72."""
+    rows = [row("a", 12, 10), row("c", 4, 10), row("b", 40, 2, at=0.5)]
+    folder = run_of(tmp_path, rows, "cache.num_gpu_blocks=12", "cache.watermark=0", "cache.prefix_caching=false")
+    assert causes(folder, "b") == {"kv_blocks": 9}
+    held = "a (12 prompt tokens) took 66.7 % and c (4 prompt tokens) took 33.3 % of the blocks in use."
+    assert f"While others waited for KV blocks, {held}" in said_of(folder)
+    assert "In the steps that ran" not in said_of(folder), "that was 0.5 s of 9.5 s"
+
+
+def test_blocks_that_are_held_longer_count_more() -> None:
+    """While b waits, a and c hold 8 and 4 tokens for 1 s, and 9 and 5 for 3 s."""
+    lives = [Life(name, 0, None, 8) for name in "acb"]
+    taker = Taker(0, lives, dict.fromkeys("acb", 0), {})
+    for number, (start, end, scheduled) in enumerate(((0, 1, {"a": 8, "c": 4}), (1, 2, {"a": 1, "c": 1}), (2, 5, {}))):
+        admitted = dict.fromkeys(scheduled, 0) if not number else {}
+        span = (start * SECOND, end * SECOND)
+        taker.take(DecidedStep(0, number, *span, 0, 0, "kv_blocks", span[0], 9, scheduled, admitted, *NOTHING))
+    assert taker.taken["kv_blocks"] == {"a": (8 + 27) * SECOND, "c": (4 + 15) * SECOND}
+
+
+def test_in_a_window_only_who_came_then_waits(tmp_path: Path) -> None:
+    rows = [row(f"long{at}", 32, 2, at=at) for at in (0, 20)] + [row(f"b{at}", 4, 2, at=at + 0.5) for at in (0, 20)]
+    folder = run_of(tmp_path, rows, "scheduler.max_num_batched_tokens=16", "cache.prefix_caching=false")
+    assert "budget of a step, long20 (32 prompt tokens) took 100 % of the tokens" in said_of(folder, 20.0)
+    assert "budget of a step, long0 (32 prompt tokens) took 50.0 % and long20 (" in said_of(folder)
+
+
+def test_a_wait_after_the_first_token_is_no_part_of_ttft(tmp_path: Path) -> None:
+    rows = [row("a", 12, 16), row("b", 12, 16, at=0.5)]
+    folder = run_of(tmp_path, rows, "cache.num_gpu_blocks=8", "cache.watermark=0")
+    assert preemptions(folder)["request_id"].tolist() == ["b"]
+    assert (
+        "The slowest request by TTFT, b (12 prompt tokens), took 1.50 s: 500 ms until the step that ran at arrival had "
+        "ended and 1.00 s in the steps up to the first token (estimated by tokens: 923 ms for the own prompt, 76.9 ms "
+    ) in said_of(folder)
+
+
+def test_of_many_that_took_the_budget_half_are_counted_and_their_class_is_named(tmp_path: Path) -> None:
+    """Each long prompt fills two steps; then two small ones wait for four: 160 of 176 tokens are of the long."""
+    rows = [row(f"long{i}", 32, 1, tenant="rag") for i in range(5)]
+    rows += [row(f"s{i}", 4, 1, tenant="chat") for i in range(6)]
+    said = said_of(run_of(tmp_path, rows, "scheduler.max_num_batched_tokens=16"))
+    assert (
+        "token budget of a step, tenant rag took 90.9 % and tenant chat took 9.09 % of the tokens computed; half went "
+        "to 3 requests (32 prompt tokens in the median; of all requests 4), most to long0 (tenant rag, 32 prompt "
+        "tokens), long1 (tenant rag, 32 prompt tokens) and long2 (tenant rag, 32 prompt tokens)."
+    ) in said
+    without = [{key: value for key, value in one.items() if key != "tenant"} for one in rows]
+    (tmp_path / "none").mkdir()
+    said = said_of(run_of(tmp_path / "none", without, "scheduler.max_num_batched_tokens=16"))
+    assert "step, half of the tokens computed went to 3 requests (32 prompt tokens in the median; " in said
 
 
 def test_behind_another_the_head_of_the_queue_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +92,31 @@ def test_who_waits_and_for_how_long_is_what_a_plain_count_says(tmp_path: Path, p
     """Of requests of one sequence: all steps in which a request is there, and neither runs nor is swapped out."""
     overrides = (*TINY, *SHORT, *TIGHT, f"scheduler={preset}", "record.explain=true", "cache.num_cpu_blocks=40")
     folder = execute(config_of(overrides), tmp_path / "run").folder
-    told = Told(folder)
+    told = Told(folder, within_s=(0.0, inf))
+    (taker,) = told.takers
+    taken: dict[str, int] = {}
+    own_ns = dict.fromkeys(told.slowest["request_id"], 0.0)
     counted: dict[str, int] = {}
     steps = list(decided_steps(told.run))
     running: set[str] = set()
     for step, later in zip(steps, [*steps[1:], None], strict=True):
         running |= {*step.admitted, *step.swapped_in}
         running -= set(step.victims)
+        is_waiting: list[bool] = []
         until = step.end_ns if later is None else later.start_ns
         for row in told.requests.itertuples():
             is_there = row.queued_ns <= step.start_ns and row.finish_ns > step.start_ns
-            if is_there and row.request_id not in running:
+            is_waiting.append(is_there and row.request_id not in running)
+            if is_waiting[-1]:
                 counted[row.request_id] = counted.get(row.request_id, 0) + until - step.start_ns
+            if row.request_id in own_ns and step.end_ns <= row.first_token_ns:
+                own = step.scheduled.get(row.request_id, 0) / sum(step.scheduled.values())
+                own_ns[row.request_id] += own * (step.end_ns - step.start_ns)
+        if step.blocked_by == "token_budget" and any(is_waiting):
+            for name, num in step.scheduled.items():
+                taken[name] = taken.get(name, 0) + num
+    assert taker.taken.get("token_budget", {}) == taken
+    assert taker.own_ns == pytest.approx(own_ns)
     assert told.waits.groupby("request_id")["ns"].sum().to_dict() == counted
 
 
@@ -218,6 +232,19 @@ def test_a_name_that_would_steer_a_terminal_is_printed_with_escapes(tmp_path: Pa
     told = say("explain", str(tmp_path / "run")).out
     assert shown.partition("\\n")[0] in told
     assert not {"\x1b", "\u202e"} & {*told, *inspected}
+
+
+def test_a_window_is_the_timeline_s_and_the_run_is_named_as_it_was_given(plain: Path, say: Say) -> None:
+    times = pq.read_table(plain / "requests.parquet")["arrival_ns"].to_pylist()
+    middle = sorted(times)[8] / 1e9
+    assert say("explain", str(plain), "--to", repr(middle)).out.startswith("8 requests")
+    said = say("explain", str(plain), "--from", repr(middle)).out
+    assert said.startswith("8 requests")
+    assert re.search(rf"`testbed explain {plain} r\d+`\.", said)
+    for command in ("explain", "timeline"):
+        error = say(command, str(plain), "--from", "4", "--to", "3").error()
+        assert error == "from 4 s to 3 s is no window; give 0 <= --from < --to"
+    assert "and one is named; leave out either" in say("explain", str(plain), "r1", "--to", "3").error()
 
 
 def test_mistakes_name_the_thing_and_the_fix(plain: Path, tmp_path: Path, say: Say) -> None:

@@ -37,7 +37,7 @@ from experiments.configuration.overrides import (
     with_searched,
     with_swept,
 )
-from experiments.configuration.saved import read_config, read_manifest, unlike_the_engine
+from experiments.configuration.saved import is_copy, read_config, read_manifest, unlike_the_engine
 from experiments.console import UsageError
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
@@ -46,7 +46,7 @@ from experiments.runs.run import INTERRUPTED, FailedError, RunResult, execute
 from experiments.runs.run_folder import check_priced, named_folder
 from experiments.wiring.own_reports import check_reports
 from hydra_plugins.testbed_sweeper import PointsSweeper
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, RunFolderError
 from testbed.foreign_text import nearest
 from testbed.routing.config import FLEET_KEYS
 
@@ -262,6 +262,11 @@ def _finish(result: RunResult) -> dict[str, Any]:
 
 def config_from(source: Path, overrides: list[str]) -> RunConfig:
     """Returns the configuration of a run folder with overrides applied, checked like any other configuration."""
+    if is_copy(source) and {"trace", "trace.path"}.isdisjoint(item.partition("=")[0] for item in overrides):
+        raise RunFolderError(
+            f"{source} has a measured run's records, and no trace: repeat its simulation, which has both: testbed run "
+            f"from={shlex.quote(str(source.parent / 'simulated'))}"
+        )
     saved = read_config(source)
     added = [
         *_replicas_of(saved["backend"], overrides),

@@ -14,6 +14,14 @@ from testbed.errors import RunFolderError
 MODEL_FOLDER = "model"  # in the folder of an imported vLLM run: the served model's config
 TRACE_FILE = "trace.jsonl"  # in the folder of a real run, or of a run whose trace was a Python object
 
+MEASURED = "measured\n"  # content of the file `done` in the copy of a measured run that `testbed fidelity` writes
+
+
+def is_copy(folder: Path) -> bool:
+    """Whether `testbed fidelity` wrote the folder: the records of a measured run, without its trace."""
+    done = folder / "done"
+    return done.is_file() and done.read_text(errors="replace") == MEASURED
+
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns the manifest of a run folder; empty if there is none or it cannot be read."""

@@ -20,9 +20,9 @@ from analysis.reading.rows import read_table
 from experiments.configuration.compose import compose_from
 from experiments.configuration.config import RunConfig
 from experiments.configuration.names import choice, device_of_run
-from experiments.configuration.saved import TRACE_FILE, read_config
+from experiments.configuration.saved import TRACE_FILE, is_copy, read_config
 from experiments.configuration.structured import freeze
-from experiments.fidelity.measured import MeasuredRun, is_copy, trace_of, write_folder, write_measured
+from experiments.fidelity.measured import MeasuredRun, trace_of, write_folder, write_measured
 from experiments.fidelity.simulating import composed, replaced
 from experiments.runs.repeat import repeating
 from experiments.runs.run_folder import check_priced

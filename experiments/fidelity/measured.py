@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from analysis.load import Run, load_run
+from experiments.configuration.saved import MEASURED
 from experiments.runs.run_folder import as_yaml, write_json
 from experiments.wiring.traces import describe_trace
 from testbed.errors import TraceError
@@ -28,7 +29,6 @@ from testbed.traces.schema import MAX_NS, Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
 
 AT_CLIENT = "measured at the client of a server: its time is in TTFT"  # a note of readers
-MEASURED = "measured\n"  # content of the file `done` in the run folder of a measured run
 _ROUNDING_S = 2e-6  # clients round to microseconds, so equal instants of first and last token may differ by this
 _NEAR_S, _NEAR_SHARE = 1e-3, 0.05  # of E2E - TTFT, by which TPOT x (tokens - 1) may differ from it: both are rounded
 _NEAR_TPOT_S = 5.1e-4  # as TPOT may be given in whole milliseconds
@@ -137,12 +137,6 @@ def write_measured(run: MeasuredRun, trace: Trace, config: dict[str, Any], folde
     }  # fmt: skip
     requests = pa.Table.from_pylist(records, schema_of(REQUEST_COLUMNS))
     return write_folder(folder, requests, schema_of(STEP_COLUMNS).empty_table(), config, manifest, trace)
-
-
-def is_copy(folder: Path) -> bool:
-    """Whether `write_folder` wrote the folder."""
-    done = folder / "done"
-    return done.is_file() and done.read_text(errors="replace") == MEASURED
 
 
 def write_folder(

@@ -10,9 +10,8 @@ from datetime import date
 from pathlib import Path
 from tempfile import mkdtemp
 
-from experiments.configuration.saved import read_manifest
+from experiments.configuration.saved import is_copy, read_manifest
 from experiments.console import as_markdown
-from experiments.fidelity.measured import is_copy
 from experiments.runs.environment import describe_machine, describe_versions
 from experiments.runs.interrupt import undisturbed
 from experiments.runs.run_folder import alone, refuse_existing

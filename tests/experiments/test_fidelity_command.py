@@ -76,6 +76,20 @@ def test_closed_loops_are_replayed_as_they_came_and_again_from_the_measured_copy
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_a_measured_copy_has_no_trace_to_run_again_and_its_simulation_has(base, tmp_path, say):
+    assert fidelity(base.path, "--out", tmp_path / "out") == 0
+    copy, simulated = (tmp_path / "out" / "runs" / "run" / name for name in ("measured", "simulated"))
+    said = f"{copy} has a measured run's records, and no trace: repeat its simulation, which has both: testbed run "
+    for given in ([], ["backend=sim"], ["trace.rate_scale=2"]):
+        assert say("run", f"from={copy}", *given).error() == f"{said}from={simulated}"
+    run = say("run", f"from={simulated}", f"hydra.run.dir={tmp_path / 'again'}").success()
+    assert f"repeated     {simulated}: the same decisions" in run
+    trace = ("trace=jsonl", f"trace.path={simulated / 'trace.jsonl'}", f"hydra.run.dir={tmp_path / 'given'}")
+    say("run", f"from={copy}", *trace).success()
+    assert load_run(tmp_path / "given").fingerprint == load_run(copy).fingerprint
+
+
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize("given", ["report.warmup_s=2", "report={warmup_s: 2}"])
 def test_a_warm_up_is_left_out_of_the_measured_run_too(base, tmp_path, given):
     (load,) = compared(tmp_path, base.path, given)["loads"]

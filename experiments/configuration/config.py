@@ -19,6 +19,7 @@ from experiments.configuration.settings import (
     GONE,
     AgenticTraceConfig,
     MooncakeTraceConfig,
+    OwnTraceConfig,
     RecordConfig,
     ReportConfig,
     ShareGPTTraceConfig,
@@ -45,10 +46,12 @@ from testbed.specs.model import KV_DTYPE_BYTES, ModelSpec
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.readers import READERS
+from testbed.traces.readers.own import OWN
 
 TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
     **dict.fromkeys(READERS, TraceConfig),
     "synthetic": SyntheticTraceConfig,
+    **dict.fromkeys(OWN, OwnTraceConfig),
     "mooncake": MooncakeTraceConfig,
     "sharegpt": ShareGPTTraceConfig,
     "agentic": AgenticTraceConfig,

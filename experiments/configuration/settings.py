@@ -62,6 +62,20 @@ class TraceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnTraceConfig(TraceConfig):
+    """Keys of `trace=csv`, `jsonl` and `parquet`, in addition to those of every trace file."""
+
+    columns: Any = None  # {our field: its name in the file}, as {arrival_time: ts}; null: they have our names
+
+    def __post_init__(self) -> None:
+        TraceConfig.__post_init__(self)
+        if self.columns is not None:
+            from testbed.traces.readers.own import check_columns  # not at the top: most traces have none
+
+            check_columns(self.columns)
+
+
+@dataclass(frozen=True, slots=True)
 class MooncakeTraceConfig(TraceConfig):
     """Keys of `trace=mooncake`, in addition to those of every trace file."""
 

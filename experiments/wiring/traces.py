@@ -15,6 +15,7 @@ from experiments.configuration.config import TRACE_PARTS, RunConfig
 from experiments.configuration.settings import (
     AgenticTraceConfig,
     MooncakeTraceConfig,
+    OwnTraceConfig,
     ShareGPTTraceConfig,
     SyntheticTraceConfig,
     TraceConfig,
@@ -200,6 +201,8 @@ def _draws_arrivals(settings: TraceConfig) -> bool:
 def _reader_options(settings: TraceConfig, values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(settings, MooncakeTraceConfig):
         return {"spread_batches": settings.spread_batches}
+    if isinstance(settings, OwnTraceConfig):
+        return {"columns": settings.columns}
     if isinstance(settings, ShareGPTTraceConfig):
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
         return {"tokenizer": tokenizer, "max_turns": settings.max_turns}

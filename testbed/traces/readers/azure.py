@@ -6,23 +6,18 @@ CSV `TIMESTAMP,ContextTokens,GeneratedTokens`; a timestamp is naive with 7 fract
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
-from testbed.traces.readers.fields import refuse, token_count
+from testbed.traces.readers.fields import instant, refuse, token_count
 from testbed.traces.readers.from_zero import stream_from_zero
 from testbed.traces.readers.open_text import read_csv
 from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.stream import StreamedTrace
 from testbed.traces.synthesis import numbered_keys
 
-_INSTANT = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?[0-5]\d)?", re.ASCII)
-_YEAR_1 = datetime(1, 1, 1, tzinfo=UTC)
 _key_of = numbered_keys("azure")
-_EXPECTED = "an instant as 2023-11-16 18:15:46.6805900, with or without an offset as +00:00 (up to 23:59)"
 
 
 def stream_azure(path: str | Path, limit: int | None = None) -> StreamedTrace:
@@ -40,7 +35,7 @@ def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
     had_offset: bool | None = None
     columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     for i, (place, (stamp, context, generated)) in enumerate(islice(read_csv(path, columns), limit)):
-        instant_ns, has_offset = parse_instant(stamp, place, "TIMESTAMP")
+        instant_ns, has_offset = instant(stamp, place, "TIMESTAMP")
         if had_offset not in (None, has_offset):
             raise refuse(place, "TIMESTAMP", stamp, "an offset in all rows or in none")
         had_offset = has_offset
@@ -49,16 +44,3 @@ def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
         key = _key_of(i)
         prompt, output = Span(key, 0, num_prompt), Span(key, num_prompt, num_output)
         yield TraceRequest(f"azure-{i}", instant_ns, (prompt,), output, place=place)
-
-
-def parse_instant(text: str, place: str, field: str) -> tuple[int, bool]:
-    """Returns (ns since the year 1, whether the text has an offset), exactly. Naive instants count as UTC."""
-    match = _INSTANT.fullmatch(text.strip())
-    if match is None:
-        raise refuse(place, field, text, _EXPECTED)
-    seconds, fraction, offset = match.groups()
-    try:
-        since = datetime.fromisoformat(f"{seconds}{offset or 'Z'}") - _YEAR_1
-    except ValueError:
-        raise refuse(place, field, text, _EXPECTED) from None
-    return (since.days * 86400 + since.seconds) * 10**9 + int((fraction or "0").ljust(9, "0")), offset is not None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from testbed.errors import TraceError
@@ -16,6 +20,12 @@ MAX_TOKEN_ID = 2**31 - 1
 _TOKENS = f"a whole number of tokens from 1 to {MAX_NUM_TOKENS:,}"
 _may_be_seconds = number_between(0, 2 * MAX_SECONDS)  # as a float at most, which has no bound of its own
 _NANOSECONDS = f"a whole number of ns from 0 to {MAX_NS:,}"
+_INSTANT = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?[0-5]\d)?", re.ASCII)
+_DATE = re.compile(r"\s*\d{4}-\d\d-\d\d")
+_YEAR_1 = datetime(1, 1, 1, tzinfo=UTC)
+_EPOCH = 1_262_304_000, 4_102_444_800  # 2010 and 2100 in s since 1970: as seconds of a run they are 40 years and more
+_UNITS = {"seconds since 1970": 10**9, "milliseconds since 1970": 10**6}  # in ns
+_ANY_INSTANT = "an instant as 2023-11-16 18:15:46.6805900, with or without an offset as +00:00 (up to 23:59)"
 
 
 def refuse(place: str, field: str, value: object, expected: str) -> TraceError:
@@ -62,6 +72,39 @@ def seconds(value: object, place: str, field: str) -> int:
     return round(ns)
 
 
+def instant(text: str, place: str, field: str) -> tuple[int, bool]:
+    """Returns (ns since the year 1, whether the text has an offset), exactly. Naive instants count as UTC."""
+    match = _INSTANT.fullmatch(text.strip())
+    if match is None:
+        raise refuse(place, field, text, _ANY_INSTANT)
+    whole, fraction, offset = match.groups()
+    try:
+        since = datetime.fromisoformat(f"{whole}{offset or 'Z'}") - _YEAR_1
+    except ValueError:
+        raise refuse(place, field, text, _ANY_INSTANT) from None
+    return (since.days * 86400 + since.seconds) * 10**9 + int((fraction or "0").ljust(9, "0")), offset is not None
+
+
+def arrival(value: object, place: str, field: str) -> tuple[int, str]:
+    """Returns ns, and the clock that they are of: "" is the run's, whose 0 is the start; others are told in words.
+
+    A text that begins with a date, and Arrow's timestamp, is an instant (ISO 8601). A number that is a time from 2010
+    to 2100, in seconds or milliseconds since 1970, is that. Any other number is seconds of the run.
+    """
+    if isinstance(value, datetime):
+        value = value.isoformat()
+    if isinstance(value, str) and _DATE.match(value):
+        ns, has_offset = instant(value, place, field)
+        return ns, f"instants with{'' if has_offset else 'out'} an offset"
+    number: Any = decimal(value.strip()) if isinstance(value, str) else value
+    if isinstance(number, int | float):
+        for clock, unit_ns in _UNITS.items():
+            low, high = (end * 10**9 // unit_ns for end in _EPOCH)
+            if low <= number < high:
+                return round(number * unit_ns), clock
+    return seconds(value, place, field), ""
+
+
 def nanoseconds(value: object, place: str, field: str) -> int:
     return whole_number(value, place, field, 0, MAX_NS, _NANOSECONDS)
 
@@ -105,8 +148,7 @@ class _TwiceError(ValueError):
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _TwiceError(next(name for i, name in enumerate(names) if name in names[:i]))
+        raise _TwiceError(next(name for name, num in Counter(name for name, _ in pairs).items() if num > 1))
     return found
 
 
@@ -158,8 +200,14 @@ def json_reason(error: ValueError | RecursionError) -> str:
 def present(fields: dict[str, Any], field: str, place: str) -> Any:
     """Returns the value of a required field. Raises TraceError if it is missing."""
     if field not in fields:
-        raise TraceError(f"{place}: field {field!r} is missing; found {', '.join(fields) or 'nothing'}")
+        raise TraceError(f"{place}: field {field!r} is missing; found {listed(fields) or 'nothing'}")
     return fields[field]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns the names of fields or columns as one text, cut: a file of another kind has many."""
+    text = ", ".join(islice(names, 100))
+    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def is_plain(text: str) -> bool:

@@ -28,6 +28,15 @@ def parquet_records(path: str | Path) -> Iterator[Record]:
                 yield f"{path}:{number}", fields
 
 
+def parquet_names(path: str | Path) -> list[str]:
+    """Returns the names of a file's columns."""
+    import pyarrow.parquet as pq  # heavy, and seldom needed
+
+    existing_file(path)
+    with arrow_errors_named(path):
+        return list(pq.read_schema(path).names)
+
+
 @contextmanager
 def arrow_errors_named(path: str | Path) -> Iterator[None]:
     """Context in which what Arrow cannot read is a TraceError that names the file."""

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO, cast
 
 from testbed.errors import TraceError
-from testbed.traces.readers.fields import header_hint, json_object
+from testbed.traces.readers.fields import header_hint, json_object, listed
 
 UNREADABLE = (OSError, EOFError, zlib.error)  # what a file raises that cannot be read
 _LINES_TOLD = 2000
@@ -147,17 +148,16 @@ def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[str, 
         header = [name.strip() for name in next(reader, [])]
         if not header:
             raise TraceError(f"{path}: the file is empty; expected a header and rows")
-        twice = [name for i, name in enumerate(header) if name and name in header[:i]]
-        if twice:
+        if twice := [name for name, num in Counter(header).items() if name and num > 1]:
             hint = header_hint(header)
             raise TraceError(f"{path}:1: column {twice[0]!r} occurs twice; expected each name once{hint}")
-        missing = [name for name in columns if name not in header]
-        if missing:
+        place_of = {name: place for place, name in enumerate(header)}
+        if missing := [name for name in columns if name not in place_of]:
             raise TraceError(
                 f"{path}:1: column {missing[0]!r} is missing; expected {', '.join(columns)}, found "
-                f"{', '.join(header)}{header_hint(header)}"
+                f"{listed(header)}{header_hint(header)}"
             )
-        picks = [header.index(name) for name in columns]
+        picks = [place_of[name] for name in columns]
         width = len(header)
         for cells in reader:
             place = f"{path}:{numbers[0]}"

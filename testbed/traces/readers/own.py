@@ -11,30 +11,39 @@ before is not known (the model decides), only its prompt is shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from testbed.errors import TraceError
+from testbed.errors import ConfigError, TraceError
+from testbed.foreign_text import nearest, shown
 from testbed.traces.arrange import check_row, check_turn, sessions_of, used_twice
-from testbed.traces.readers.open_parquet import parquet_records
+from testbed.traces.readers.fields import listed
+from testbed.traces.readers.open_parquet import parquet_names, parquet_records
 from testbed.traces.readers.open_text import Record, csv_header, existing_file, format_suffix, read_csv, read_objects
-from testbed.traces.readers.own_rows import Draft, fill, ignored_fields, read_draft
+from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, KNOWN, Draft, fill, ignored_fields, read_draft
 from testbed.traces.schema import Trace, TraceRequest
 from testbed.traces.stream import OutOfOrderError, StreamedTrace, whole
 
+OWN = ("csv", "jsonl", "parquet")
+Columns = Mapping[str, str]  # the testbed's field -> the file's name for it
 
-def stream_jsonl(path: str | Path, limit: int | None = None) -> StreamedTrace:
+
+def stream_jsonl(path: str | Path, limit: int | None = None, columns: Columns | None = None) -> StreamedTrace:
     """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit`; see _streamed."""
-    return _streamed("jsonl", path, lambda: islice(read_objects(path), limit))
+    return _streamed("jsonl", path, lambda: islice(_renamed(_objects(path, columns), columns), limit))
 
 
-def stream_csv(path: str | Path, limit: int | None = None) -> StreamedTrace:
+def stream_csv(path: str | Path, limit: int | None = None, columns: Columns | None = None) -> StreamedTrace:
     """Reads a CSV with a header (plain, .gz, .zst); an empty cell is an absent field; ids: "1 2 3" or "[1, 2, 3]"."""
-    return _streamed("csv", path, lambda: islice(_csv_records(path), limit))
+    if columns:
+        _check_there(path, columns, csv_header(path))
+    return _streamed("csv", path, lambda: islice(_renamed(_csv_records(path), columns), limit))
 
 
-def stream_parquet(path: str | Path, limit: int | None = None) -> StreamedTrace:
+def stream_parquet(path: str | Path, limit: int | None = None, columns: Columns | None = None) -> StreamedTrace:
     """Reads a Parquet file; a null (or NaN in an optional column) is an absent field; places are row numbers from 1.
 
     A frozen trace (see testbed.traces.frozen) keeps its name and notes, and is checked against its fingerprint. If it
@@ -43,10 +52,12 @@ def stream_parquet(path: str | Path, limit: int | None = None) -> StreamedTrace:
     from testbed.traces.frozen import LOST, frozen_info, has_lost_metadata, stream_frozen  # it reads with this module
 
     info = frozen_info(path)
-    if info is not None:
+    if columns:
+        _check_there(path, columns, parquet_names(path))
+    elif info is not None:
         return stream_frozen(path, info, limit)
     lost = (LOST,) if has_lost_metadata(path) else ()
-    return _streamed("parquet", path, lambda: islice(parquet_records(path), limit), lost)
+    return _streamed("parquet", path, lambda: islice(_renamed(parquet_records(path), columns), limit), lost)
 
 
 def read_jsonl(path: str | Path) -> Trace:
@@ -64,6 +75,54 @@ def own_format(path: str | Path) -> str:
             "(.gz and .zst for the first two)"
         )
     return name
+
+
+def check_columns(columns: object) -> None:
+    """Raises ConfigError, as of the key trace.columns, unless it maps fields of ours to different names."""
+    if not isinstance(columns, Mapping):
+        raise ConfigError(f"trace.columns is {shown(columns)}; it must be {{<our field>: <its name in the file>, …}}")
+    given: dict[Any, str] = {}
+    for field, name in columns.items():
+        if field not in KNOWN:
+            near = nearest(str(field), (*FIELDS, *EXACT_FIELDS))
+            raise ConfigError(
+                f"trace.columns has {field!r}, which is no field of ours; {near}valid: {', '.join(FIELDS)}"
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"trace.columns.{field} is {shown(name)}; it must be a name in the file, as a string")
+        if name in given:
+            raise ConfigError(f"trace.columns names {name!r} for {given[name]} and for {field}; a column is one field")
+        given[name] = field
+
+
+def _check_there(path: str | Path, columns: Columns, names: Iterable[str]) -> None:
+    there = list(names)
+    if absent := [name for name in columns.values() if name not in there]:
+        near = nearest(absent[0], there)
+        raise TraceError(f"{path}: trace.columns names {absent[0]!r}, which it has not; {near}found {listed(there)}")
+
+
+def _renamed(records: Iterator[Record], columns: Columns | None) -> Iterator[Record]:
+    """Returns the records with our names for the fields in `columns`, which take the place of any that have these."""
+    if not columns:
+        return records
+    left = {*columns, *columns.values()}
+    return (
+        (place, {ours: fields[name] for ours, name in columns.items() if name in fields}
+         | {name: value for name, value in fields.items() if name not in left})
+        for place, fields in records
+    )  # fmt: skip
+
+
+def _objects(path: str | Path, columns: Columns | None) -> Iterator[Record]:
+    """Yields the objects; checks at the end that one has each of the columns, as one alone need not have all."""
+    seen: dict[str, None] = {}
+    for place, fields in read_objects(path):
+        if columns:
+            seen.update(dict.fromkeys(fields))
+        yield place, fields
+    if columns and seen:
+        _check_there(path, columns, seen)
 
 
 def _csv_records(path: str | Path) -> Iterator[Record]:
@@ -93,11 +152,16 @@ def _streamed(
 
 def _in_order(records: Iterator[Record]) -> Iterator[TraceRequest]:
     ids: set[str] = set()
+    clock: str | None = None  # of the first arrival, from whose start_ns the others count
+    start_ns = 0
     newest: dict[str, TraceRequest] = {}  # session -> its newest turn
     for place, fields in records:
         draft = read_draft(fields, place, str(len(ids)))
+        if clock is None and draft.clock:
+            start_ns = draft.row.arrival_ns
+        clock = _one_clock(clock, draft)
         previous = newest.get(draft.row.session_id or "")
-        row = fill(draft, previous)
+        row = fill(_since(draft, start_ns), previous)
         check_row(row)
         if row.request_id in ids:
             raise used_twice(row, is_number=not draft.has_id)
@@ -116,10 +180,15 @@ def _in_any_order(records: Iterator[Record], names: dict[str, None]) -> Iterator
     """Reads all rows, then makes the contents of those with counts, session by session in turn order. Adds the names of
     their fields to `names`."""
     drafts: list[Draft] = []
+    clock: str | None = None
     for place, fields in records:
         drafts.append(read_draft(fields, place, str(len(drafts))))
+        clock = _one_clock(clock, drafts[-1])
         names.update(dict.fromkeys(fields))
     _check_numbers(drafts)
+    if clock:
+        start_ns = min(draft.row.arrival_ns for draft in drafts if draft.clock)
+        drafts = [_since(draft, start_ns) for draft in drafts]
     rows = [draft.row for draft in drafts]
     filled = [row if row.session_id is not None else fill(draft, None) for row, draft in zip(rows, drafts, strict=True)]
     for positions in sessions_of(rows).values():
@@ -127,6 +196,21 @@ def _in_any_order(records: Iterator[Record], names: dict[str, None]) -> Iterator
         for position in positions:
             previous = filled[position] = fill(drafts[position], previous)
     return iter(filled)
+
+
+def _one_clock(clock: str | None, draft: Draft) -> str | None:
+    """Returns the clock of the file's arrivals so far (None: none yet). Raises TraceError if the draft's is another."""
+    if None in (clock, draft.clock) or clock == draft.clock:
+        return draft.clock if clock is None else clock
+    own, others = (name or "seconds of the run" for name in (draft.clock, clock))
+    raise TraceError(f"{draft.row.place}: field 'arrival_time' is in {own}; expected {others}, as in the rows before")
+
+
+def _since(draft: Draft, start_ns: int) -> Draft:
+    """Returns the draft with an arrival after `start_ns`, if it has one."""
+    if not start_ns or draft.clock is None:
+        return draft
+    return replace(draft, row=draft.row._replace(arrival_ns=draft.row.arrival_ns - start_ns))
 
 
 def _check_numbers(drafts: list[Draft]) -> None:

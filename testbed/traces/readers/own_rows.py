@@ -16,6 +16,7 @@ from testbed.core.sampling import SamplingParams
 from testbed.errors import TraceError
 from testbed.traces.parts import join_parts
 from testbed.traces.readers import fields as check
+from testbed.traces.readers.fields import listed
 from testbed.traces.schema import MAX_NUM_TOKENS, MAX_PRIORITY, Part, Span, TokenIds, TraceRequest
 from testbed.traces.synthesis import content_key
 
@@ -56,6 +57,7 @@ FOREIGN = {  # trace=<name>: fields by which a file of another schema is recogni
     "lengths": {"num_prefill_tokens", "num_decode_tokens"},
 }
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+_OTHER_NAMES = "say what has another name: trace.columns={arrival_time: <its name>, …}"
 _KEY = re.compile("[0-9a-f]{16}")
 
 
@@ -67,6 +69,7 @@ class Draft:
     num_prompt_tokens: int | None  # a count without content; None: the row has its content
     num_output_tokens: int | None
     has_id: bool = True  # False: the row's number is its id
+    clock: str | None = None  # of its arrival, as `fields.arrival` calls it; None: it has none
 
 
 def row_from_fields(fields: dict[str, Any], place: str) -> TraceRequest:
@@ -97,19 +100,19 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
     if not prompt and num_prompt is None:
         raise TraceError(
             f"{place}: neither 'prompt_token_ids' nor 'prompt_tokens' is given; expected one of them, "
-            f"found {', '.join(given)}{_foreign_hint(given)}"
+            f"found {listed(given)}{_foreign_hint(given) or '; ' + _OTHER_NAMES}"
         )
     think_ns = _optional_ns(given, place, "think")
-    arrival_ns = _optional_ns(given, place, "arrival")
-    if arrival_ns is None and think_ns is None:
+    arrival_ns, clock = _arrival(given, place)
+    if clock is None and think_ns is None:
         raise TraceError(
-            f"{place}: field 'arrival_time' is missing; found {', '.join(given)}. "
-            "Expected it in every row but closed-loop turns (think_time)"
+            f"{place}: field 'arrival_time' is missing; found {listed(given)}. "
+            f"Expected it in every row but closed-loop turns (think_time); {_OTHER_NAMES}"
         )
     turn = given.get("turn")
     row = TraceRequest(
         request_id=request_id,
-        arrival_ns=arrival_ns or 0,
+        arrival_ns=arrival_ns,
         prompt=prompt,
         output=output[0] if output else None,
         priority=_priority(given.get("priority", 0), place),
@@ -123,7 +126,7 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
         max_tokens=check.token_count(given["max_tokens"], place, "max_tokens") if "max_tokens" in given else None,
         place=place,
     )
-    return Draft(row, num_prompt, num_output, "request_id" in given)
+    return Draft(row, num_prompt, num_output, "request_id" in given, clock)
 
 
 def foreign_format(names: Iterable[str]) -> str | None:
@@ -168,10 +171,9 @@ def _meant(name: str) -> str | None:
 
 def _unknown_fields(given: dict[str, Any], place: str) -> TraceError:
     """Returns the error for a record of another schema, with a hint at its format."""
-    shown = ", ".join(map(repr, given)) or "nothing"
-    shown = shown if len(shown) <= 120 else shown[:117] + "..."
     is_csv = all(isinstance(value, str) for value in given.values())
-    hint = _foreign_hint(given) or (check.header_hint(list(given)) if is_csv else "")
+    hint = _foreign_hint(given) or (check.header_hint(list(given)) if is_csv else "") or f"; {_OTHER_NAMES}"
+    shown = listed(map(repr, given)) or "nothing"
     return TraceError(f"{place}: no known field; expected arrival_time, prompt_tokens, …, found {shown}{hint}")
 
 
@@ -222,6 +224,14 @@ def _parts(value: object, place: str, field: str) -> tuple[Part, ...]:
         else:
             raise check.refuse(place, field, item, expected)
     return tuple(parts)
+
+
+def _arrival(given: dict[str, Any], place: str) -> tuple[int, str | None]:
+    """Returns the arrival in ns, and its clock; (0, None) if the row has none."""
+    if "arrival_ns" in given or "arrival_time" not in given:
+        exact = _optional_ns(given, place, "arrival")
+        return (0, None) if exact is None else (exact, "")
+    return check.arrival(given["arrival_time"], place, "arrival_time")
 
 
 def _optional_ns(given: dict[str, Any], place: str, name: str) -> int | None:

@@ -16,7 +16,7 @@ from analysis.comparison.arms import grouped
 from analysis.load import Run, read_frame
 from analysis.naming import is_of_trace, is_seed
 
-_DRAWN = ("bootstrap", "jitter", "thin", "sample_sessions", "window")  # transformations that make replicates
+_DRAWN = ("bootstrap", "jitter", "copies", "thin", "sample_sessions", "window")  # transformations that make replicates
 # Of two draws with replacement: half of the variance of a draw's mean is that of the record, which both have.
 _OF_BOOTSTRAPS = 0.5
 
@@ -130,7 +130,7 @@ def _differ_in_arrivals_only(configs: Sequence[Mapping[str, Any]]) -> bool:
     window's end is not in common, but hardly tells other traces."""
     settings = {repr([config[key] for key in config if is_of_trace(key) and not is_seed(key)]) for config in configs}
     steps = {str(step.get("by" if step.get("name") == "set_rate" else "name")) for step in _steps(configs)}
-    are_new = has_new_arrivals(configs) or "jitter" in steps
+    are_new = has_new_arrivals(configs) or not steps.isdisjoint(("jitter", "copies"))
     return are_new and len(settings) == 1 and steps.isdisjoint(("thin", "sample_sessions", "bootstrap"))
 
 

@@ -23,6 +23,7 @@ from analysis.measures.rates import is_within, rated_until_ns
 from analysis.measures.slo import SLO, meets_slo
 from analysis.measures.statistics import Estimate, mean_t, wilson
 from analysis.measures.steadiness import LIKELY, Customers, Waiting, waiting_of
+from analysis.measures.turns import turns_of
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import FloatArray
 
@@ -47,6 +48,8 @@ class Load:
     num_done: int = 0  # customers that had ended when all but the last twentieth had arrived
     arriving_s: float = 0.0  # from the first customer's arrival to the last one's
     stay_s: float | None = None  # mean time from arrival to end, of the customers that ended
+    num_later: int = 0  # turns of sessions after another
+    num_early: int = 0  # those that arrived before the turn before had ended
     mean_s: Mapping[str, float | None] | None = None  # mean of each latency that the SLO limits, and of E2E
 
     @property
@@ -123,6 +126,7 @@ def count_load(requests: Any, slo: SLO, end_ns: int, *, by_session: bool = False
     stay, is_met = (end - begin)[np.isfinite(end)], meets_slo(columns, slo)
     start_ns = int(columns.whole("arrival_ns").min(initial=end_ns))
     until_ns = rated_until_ns(Requests.of(requests), start_ns, end_ns)
+    turns = turns_of(requests)
     return Load(
         is_whole=True,
         num_requests=len(columns),
@@ -135,6 +139,8 @@ def count_load(requests: Any, slo: SLO, end_ns: int, *, by_session: bool = False
         num_customers=len(begin),
         num_done=int((end <= _nearly_all(begin)).sum()),
         arriving_s=float(np.ptp(begin)) / 1e9 if len(begin) else 0.0,
+        num_later=turns.num,
+        num_early=turns.num_early,
         stay_s=float(stay.mean()) / 1e9 if len(stay) else None,
         mean_s={name: None if np.isnan(value).all() else float(np.nanmean(value)) for name, value in values.items()},
     )
@@ -156,7 +162,7 @@ def pooled(loads: Sequence[Load]) -> Load:
     means = [load.mean_s for load in whole if load.mean_s]
     added = (
         "num_requests", "num_failed", "duration_s", "num_good", "num_completed", "num_customers", "num_done",
-        "arriving_s",
+        "arriving_s", "num_later", "num_early",
     )  # fmt: skip
     return Load(
         is_whole=len(whole) == len(loads),

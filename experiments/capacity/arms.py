@@ -61,7 +61,7 @@ class Arm:
         return "sessions/s" if self.is_of_sessions else "req/s"
 
     def at(self, value: float, seed: int) -> dict[str, Any]:
-        return _at(self.raw, self.rate_key, value, seed)
+        return _at(self.raw, value, seed)
 
 
 def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
@@ -161,7 +161,7 @@ def _arm(
     key, start = _start(raw["trace"], named)
     is_own = "_target_" in raw["trace"]
     is_made = "rate" in raw["trace"] and not is_own
-    arrivals = [_arrivals(_at(raw, key, start, seed), seen) for seed in seeds]
+    arrivals = [_arrivals(_at(raw, start, seed), seen) for seed in seeds]
     if is_made:
         _refuse_rateless(raw["trace"])
     if arrivals[0].num_requests < 2:
@@ -175,7 +175,7 @@ def _arm(
         if not any(item.has(*labels) for labels in arrivals[0].labels):
             raise ConfigError(f"slo.classes names {item.name}, and no request of the trace is of it")
     _refuse_copies(seeds, arrivals, named, is_own=is_own)
-    slower = _arrivals(_at(raw, key, start / 2, seeds[0]), seen)
+    slower = _arrivals(_at(raw, start / 2, seeds[0]), seen)
     if not arrivals[0].rate_per_s > 1.1 * slower.rate_per_s > 0:
         why = "they come at once, or trace.transforms sets their arrivals anew; leave that out"
         why = f"mend {named}" if is_own else why
@@ -189,7 +189,7 @@ def _arm(
     return Arm(
         name or config.scheduler.name, raw, slo, config.slo.attainment, key, start, natural * config.speed,
         has_sessions, tuple(one.num_requests for one in arrivals),
-        _correlation([_at(raw, key, start, seed) for seed in seeds], arrivals, shares), config.is_simulated,
+        _correlation([_at(raw, start, seed) for seed in seeds], arrivals, shares), config.is_simulated,
     )  # fmt: skip
 
 
@@ -209,11 +209,22 @@ def _refuse_rateless(trace: dict[str, Any]) -> None:
             )
 
 
-def _at(raw: dict[str, Any], rate_key: str, value: float, seed: int) -> dict[str, Any]:
+def _at(raw: dict[str, Any], value: float, seed: int) -> dict[str, Any]:
     made = deepcopy(raw)
     made["seed"] = seed
-    made["trace"][rate_key.removeprefix("trace.")] = value
+    key, holder = _searched(made["trace"])
+    holder[key.rpartition(".")[2]] = value
     return made
+
+
+def _searched(trace: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the key that is searched, and the settings that have it."""
+    if "rate" in trace:
+        return "trace.rate", trace
+    for position, step in enumerate(trace.get("transforms") or ()):
+        if step["name"] == "copies":
+            return f"trace.transforms[{position}].num", step
+    return "trace.rate_scale", trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +282,8 @@ def _start(trace: dict[str, Any], named: str) -> tuple[str, float]:
             "its file; or search its file by trace.rate_scale: testbed trace freeze mine.parquet --config-dir=…, then "
             "trace=parquet trace.path=mine.parquet"
         )
-    key = "trace.rate" if "rate" in trace else "trace.rate_scale"
-    value = trace[key.removeprefix("trace.")]
+    key, holder = _searched(trace)
+    value = holder[key.rpartition(".")[2]]
     require_type(key, value, float)  # a class of the user's own may have any
     return key, float(value)
 

@@ -15,6 +15,7 @@ from analysis.comparison.compare import Comparison
 from analysis.comparison.wording import interval_text, verdict_text
 from analysis.measures.slo import LIMITS
 from analysis.measures.statistics import mean_of_all
+from analysis.measures.turns import Turns, squeezed_by, squeezed_note
 from analysis.reading.frames import json_safe
 from experiments.capacity.arms import beyond_names
 from experiments.capacity.found import Capacity, Found, Replicate
@@ -290,6 +291,9 @@ def warnings(found: Found) -> list[str]:
                 "fall with the rate here; give more requests or seeds"
             )
     if at is not None:
+        by, turns = squeezed_by(arm.at(found.bracket.kept or arm.start, 0)["trace"]), Turns(at.num_later, at.num_early)
+        if (note := squeezed_note(by, turns, is_closed_loop=arm.is_of_sessions)) is not None:
+            said.append(f"{note}, whose number can be searched (docs/capacity.md)")
         num, arriving_s = (total / len(found.replicates) for total in (at.num_requests, at.arriving_s))
         who = "sessions begin" if arm.is_of_sessions else "requests arrive"
         offered = (at.num_customers - len(found.replicates)) / max(at.arriving_s, 1e-9)

@@ -33,15 +33,16 @@ _SETTINGS = {  # settings that can keep the head of the queue from being admitte
 }
 
 
-def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any]) -> tuple[Note, ...]:
+def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any], folder: Path) -> tuple[Note, ...]:
     """Returns the notes that a reader of the run's numbers needs."""
     from analysis.measures.checks import failures  # not at the top: Arrow is slow to import
     from analysis.measures.notes import Note, doubts_of, rate_notes
     from analysis.measures.replicas import routing_notes
     from analysis.measures.steadiness import outrun_note
 
-    failed, outrun = failures(summary["checks"]), outrun_note(summary)
-    sized = [*([] if outrun is None else [outrun]), *doubts_of(manifest)]
+    failed = failures(summary["checks"])
+    of_load = [outrun_note(summary), _of_turns(config, manifest, folder)]
+    sized = [*(note for note in of_load if note is not None), *doubts_of(manifest)]
     notes = [
         *routing_notes(summary),
         *manifest["trace"]["notes"],
@@ -89,6 +90,17 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     ]
     notes += without_numbers(config, summary)
     return *map(Note.of_text, failed), *sized, *map(Note.of_text, notes)
+
+
+def _of_turns(config: RunConfig, manifest: dict[str, Any], folder: Path) -> Note | None:
+    """Returns a note if a setting squeezes sessions whose turns have recorded instants."""
+    from analysis.measures.turns import squeezed_by, squeezed_note, turns_of
+    from analysis.reading.rows import FileRows
+
+    if not (by := squeezed_by(config.raw["trace"], config.speed)):
+        return None
+    turns = turns_of(FileRows(folder / "requests.parquet"))
+    return squeezed_note(by, turns, is_closed_loop=manifest["trace"]["is_closed_loop"])
 
 
 def _of_step_times(config: RunConfig, manifest: dict[str, Any]) -> Iterator[str]:

@@ -139,7 +139,7 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
     if failure is not None:
         num_finished = int(run.requests["finish_reason"].notna().sum())
         message, exit_status = failure_message(failure, folder, manifest, num_finished), _exit_status(failure)
-    notes = notes_of(config, manifest, summary)
+    notes = notes_of(config, manifest, summary, folder)
     return RunResult(folder, manifest["status"], exit_status, message, summary, run.config, manifest, notes)
 
 
@@ -308,7 +308,7 @@ def _close(
     for sentence in (*(failures(summary["checks"]) if summary else ()), *doubts_of(manifest)):
         log.warning("%s", sentence)
     log.info("%s %s", status, message)
-    notes = notes_of(config, manifest, summary) if summary else ()
+    notes = notes_of(config, manifest, summary, folder) if summary else ()
     return RunResult(folder, status, exit_status, message, summary, config.raw, manifest, notes)
 
 

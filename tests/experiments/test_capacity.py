@@ -155,6 +155,7 @@ def test_seeds_that_draw_from_one_record_have_intervals_that_allow_for_it(tmp_pa
     for drawn, known in (
         ((*recorded, "trace.transforms=[{name: bootstrap}]"), 0.5),
         ((*recorded, "trace.transforms=[{name: thin, fraction: 0.3}]"), 0.3),
+        ((*recorded, "trace.transforms=[{name: copies, num: 2.5, within_s: 3}]"), 0.0),  # all are, at other instants
         ((*TINY, "trace.num_requests=20"), 0.0),
     ):
         ((arm,), _) = parse([*drawn, "slo.ttft_s=0.05", "seed=0,1,2"])

@@ -33,7 +33,7 @@ STEPS = [
     {"name": "scale_lengths", "prompt": 0.5, "output": 0.5},
     {"name": "clip_lengths", "max_output_tokens": 20}, {"name": "repeat", "times": 2, "gap_s": 1.0},
     {"name": "spread"}, {"name": "arrivals", "arrival": "gamma", "cv": 2.0},
-    {"name": "jitter", "within_s": 2.0}, {"name": "bootstrap"},
+    {"name": "jitter", "within_s": 2.0}, {"name": "bootstrap"}, {"name": "copies", "num": 1.5, "within_s": 4.0},
     {"name": "label", "classes": [{"tenant": "chat", "priority": 0}, {"share": 2, "priority": 1, "deadline_s": 1.5}]},
 ]  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_whole_and_streamed_traces_come_out_alike(steps, closed_loop):
         return
     found = transforms.apply_all(stream_generated(config, 1), steps, no_file, 5)
     assert fingerprint(found) == fingerprint(expected)
-    if not {"spread", "arrivals", "jitter", "bootstrap"} & {step["name"] for step in steps}:
+    if not {"spread", "arrivals", "jitter", "bootstrap", "copies"} & {step["name"] for step in steps}:
         assert isinstance(found, StreamedTrace)
         assert found.num_requests in (None, len(expected))
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testbed.errors import ConfigError, TraceError
 from testbed.traces.arrange import arrange
+from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.generators import SyntheticConfig, generate
 from testbed.traces.readers import read_trace
 from testbed.traces.schema import Span, Trace, TraceRequest
+from testbed.traces.summary import summarise
 from testbed.traces.transforms import pipeline
-from testbed.traces.transforms.resampling import bootstrap, jitter
+from testbed.traces.transforms.resampling import bootstrap, copies, jitter
 from testbed.traces.transforms.selection import sample_sessions, thin
 from testbed.traces.transforms.units import MAX_TURNS, units_of
-from tests.traces.kit import S, published
+from tests.traces.kit import S, published, write
+from tests.traces.test_drawn_formats import archive, session
+from tests.traces.test_streams import FILES
 
 SYSTEM = 7  # a block that all conversations begin with
 CHAT = generate(SyntheticConfig(num_requests=80, min_turns=1, max_turns=5, num_system_prompts=1, closed_loop=False), 1)
@@ -120,7 +125,10 @@ def test_copies_share_with_the_first_one_no_more_than_others_do() -> None:
     assert {key for key, numbers in owners.items() if len(numbers) > 1} == {SYSTEM}
 
 
-@pytest.mark.parametrize("step", [{"name": "jitter", "within_s": 1.0}, {"name": "bootstrap"}], ids=lambda s: s["name"])
+STEPS = [{"name": "jitter", "within_s": 1.0}, {"name": "bootstrap"}, {"name": "copies", "num": 2, "within_s": 1.0}]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda s: s["name"])
 def test_the_runs_seed_makes_another_replicate(step: dict[str, object]) -> None:
     made = [fingerprint(pipeline.apply_all(CHAT, [step], _opens_nothing, seed)) for seed in (0, 1, 0)]
     assert made[0] == made[2] != made[1]
@@ -129,6 +137,79 @@ def test_the_runs_seed_makes_another_replicate(step: dict[str, object]) -> None:
 
 def _opens_nothing(format: str, path: str) -> Trace:
     raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
+    """A trace of every format that has sessions, ids of blocks or token ids, and of those that have not."""
+    folder = tmp_path_factory.mktemp("recorded")
+    found = [read_trace(form, write(folder, f"{form}.txt", text)) for form, text in FILES if form != "parquet"]
+    coding = archive(folder / "a.tar", session() | session("b"))
+    chats = [{"conversations": [{"from": who, "value": f"{who} {i} " * (turn + 2)} for turn in range(3)
+                                for who in ("human", "gpt")]} for i in range(9)]  # fmt: skip
+    shared = write(folder, "chats.json", json.dumps(chats))
+    by_ids = read_trace("sharegpt", shared, tokenizer=lambda text: [ord(letter) for letter in text])
+    agents = [read_trace("agentic", coding, arrivals=ArrivalConfig(), closed_loop=closed) for closed in (True, False)]
+    conversations = arrange("blocks", [row._replace(output=Span(i, 0, 4)) for i, row in enumerate(blocks())])
+    return [*found, by_ids, *agents, conversations, CHAT]
+
+
+def contents(row: TraceRequest) -> set[object]:
+    """What other rows may share with it: keys, and the salt of token ids."""
+    parts = row.prompt if row.output is None else (*row.prompt, row.output)
+    return {part.key if isinstance(part, Span) else f"salt {row.cache_salt}" for part in parts}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.sampled_from([0.8, 1, 1.5, 2, 3.25]), st.sampled_from([0.5, 40.0]), st.integers(0, 99))
+def test_copies_are_as_many_users_with_their_own_pauses_and_contents(recorded, data, num, within_s, seed) -> None:
+    trace = data.draw(st.sampled_from(recorded))
+    made = copies(trace, num, within_s, seed)
+    assert fingerprint(copies(trace, num, within_s, seed)) == fingerprint(made)
+    unit_of, by_id = units_of(trace), {row.request_id: row for row in trace}
+    of_copy: dict[int, list[TraceRequest]] = {}
+    for row in made:
+        of_copy.setdefault(int(row.request_id.partition("@")[2] or 0), []).append(row)
+    seen: set[object] = set()
+    for copy, rows in of_copy.items():
+        before = [by_id[row.request_id.partition("@")[0]] for row in rows]
+        units = [unit_of(row) for row in before]
+        assert Counter(units) == {unit: n for unit, n in Counter(map(unit_of, trace)).items() if unit in units}
+        assert copy + 1 > num or len(rows) == len(trace), "whole but for the last"
+        moves = {unit: row.arrival_ns - was.arrival_ns for unit, row, was in zip(units, rows, before, strict=True)}
+        for unit, row, was in zip(units, rows, before, strict=True):
+            assert row.arrival_ns == was.arrival_ns + moves[unit], "pauses stay"
+            kept = ("think_ns", "turn", "tenant", "priority", "deadline_ns", "num_prompt_tokens", "num_output_tokens")
+            assert [getattr(row, name) for name in kept] == [getattr(was, name) for name in kept]
+        assert all(abs(move) <= within_s * S if copy else move == 0 for move in moves.values())
+        assert summarise(rows).hits.tolist() == summarise(before).hits.tolist(), "prefixes are shared as they were"
+        own = {content for row in rows for content in contents(row)}
+        assert seen.isdisjoint(own), "and not between copies"
+        seen |= own
+
+
+def test_a_part_of_a_copy_has_that_share_of_the_sessions_and_less_is_within_more() -> None:
+    trace = blocks(400, 2)
+    ids = [
+        {(row.request_id, row.arrival_ns) for row in copies(trace, num, 9.0, seed=3)}
+        for num in (0.3, 0.6, 1, 1.5, 2.25)
+    ]
+    assert [round(len(each) / len(trace), 1) for each in ids] == pytest.approx([0.3, 0.6, 1, 1.5, 2.25], abs=0.1)
+    assert ids[0] < ids[1] < ids[2] < ids[3] < ids[4]
+
+
+def test_copies_of_copies_have_names_and_contents_of_their_own() -> None:
+    once = copies(CHAT, 2, 1.0, 0)
+    twice = pipeline.apply_all(CHAT, [{"name": "copies", "num": 2, "within_s": 1.0}] * 2, _opens_nothing, 0)
+    assert (len(once), len(twice)) == (2 * len(CHAT), 4 * len(CHAT))
+    assert twice.notes[-2].startswith("2 copies at once, starts moved by up to 1 s, seed 0")
+
+
+def test_more_copies_than_memory_holds_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num is 1000000.0; .* at most 125,000, for 80 requests each"):
+        copies(CHAT, 1e6, 1.0)
+    with pytest.raises(ConfigError, match=r"within_s is 0; it must be above 0"):
+        copies(CHAT, 2, 0)
 
 
 def test_what_cannot_be_resampled_is_refused() -> None:

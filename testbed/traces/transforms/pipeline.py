@@ -93,6 +93,12 @@ TRANSFORMS: dict[str, Transform] = {
     "clip_lengths": Transform(
         sizes.clip_lengths, "cuts at `max_prompt_tokens`, `max_output_tokens`, `max_total_tokens`"
     ),
+    "copies": Transform(
+        resampling.copies,
+        "`num` times as many users, each session moved by up to `within_s`",
+        is_streamed=False,
+        draws="jitter",
+    ),
     "repeat": Transform(combination.repeat, "`times` times, `gap_s` apart, contents fresh or not (`fresh_content`)"),
     "merge": Transform(_merge, "with the trace at `path` (`format`), its ids and tenants under `label`"),
 }

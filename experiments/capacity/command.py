@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value",
         help="as of `testbed run`; several values (scheduler=a,b) are policies, of seed replicates; slo.ttft_s, "
         "slo.tpot_s, slo.e2e_s, slo.itl_max_s, slo.lateness_s: the limits, slo.attainment (0.99): who must keep them; "
-        "trace.rate (or trace.rate_scale): where to start",
+        "trace.rate (or trace.rate_scale, or num of the transformation copies): where to start",
     )  # fmt: skip
     parser.add_argument("--tolerance", type=float, default=0.02, help="how close the rates kept and failed are (0.02)")
     parser.add_argument("--jobs", type=int, default=1, help="simulations at once (1)")

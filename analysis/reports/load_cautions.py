@@ -83,7 +83,7 @@ def _mean_rates(runs: Sequence[Run]) -> list[str]:
     return [("on average " if len(runs) > 1 else "") + fmt.number(means[0], "req/s"), fmt.number(means[1], "req/s")]
 
 
-_DRAINED = 0.85  # served over offered rate; below it what had not ended when the last one came distorts the served rate
+DRAINED = 0.85  # served over offered rate; below it what had not ended when the last one came distorts the served rate
 
 
 def draining(loads: Mapping[str, Sequence[Arm]]) -> Iterator[str]:
@@ -122,8 +122,8 @@ def _is_drained_long(run: Run) -> bool:
     if state_of(run) not in ("kept up", "untold") or ignored(run):
         return False
     if is_closed_loop(run):
-        return began_within_s(run) < _DRAINED * _lasted_s(run)
-    return bool(rate["requests_per_s"] < _DRAINED * (rate["offered_per_s"] or 0.0))
+        return began_within_s(run) < DRAINED * _lasted_s(run)
+    return bool(rate["requests_per_s"] < DRAINED * (rate["offered_per_s"] or 0.0))
 
 
 def _lasted_s(run: Run) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import pandas as pd
 
@@ -58,8 +58,9 @@ def trust(
     runs = [run for arm in arms for run in arm.runs]
     is_simulated = any(run.is_simulated for run in runs)
     fidelity = _fidelity(arms, pairs, errors, rankings) if is_simulated else _measured(arms)
-    step_times = [_step_times(runs)] if is_simulated else []
-    return [fidelity, *step_times, _replicates(groups, runs), _load(groups), _records(arms, num_left_out)]
+    sources = [Source.of(run.manifest, run.flat_config) for run in runs if run.is_simulated]
+    priced = [step_times(sources)] if sources else []
+    return [fidelity, *priced, _replicates(groups, runs), _load(groups), _records(arms, num_left_out)]
 
 
 def _replicates(groups: Sequence[Compared], runs: Sequence[Run]) -> Trust:
@@ -170,14 +171,24 @@ def _measured(arms: Sequence[Arm]) -> Trust:
     """The indicator for fidelity if nothing is simulated: whether the engine's noise is known and small, and whether
     other processes used the machine."""
     known = [most for path in _ERRORS if (most := engine_noise(arms, metric_of(path))) is not None]
-    said = "measured on a real engine, nothing is simulated"
     if any(was_busy(run) for arm in arms for run in arm.runs):
-        return Trust("fidelity", "poor", f"{said}, but others used its machine too")
-    level: Level = "poor" if num_replicates(arms) == 1 else "fair"  # over several traces the spread includes its noise
+        return Trust("fidelity", "poor", f"{_MEASURED}, but others used its machine too")
     if not known:
-        return Trust("fidelity", level, f"{said}; how far the engine differs from itself was not measured")
-    level = "good" if max(known) <= _FAR else "fair"
-    return Trust("fidelity", level, f"{said}; equal runs differ by up to {fmt.percent(max(known))}")
+        return not_compared(num_replicates(arms), is_simulated=False)
+    level: Level = "good" if max(known) <= _FAR else "fair"
+    return Trust("fidelity", level, f"{_MEASURED}; equal runs differ by up to {fmt.percent(max(known))}")
+
+
+_MEASURED = "measured on a real engine, nothing is simulated"
+
+
+def not_compared(num: int, *, is_simulated: bool) -> Trust:
+    """The indicator for fidelity if no simulation was compared with an engine, nor an engine with itself. num: of
+    replicates."""
+    if is_simulated:
+        return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
+    level: Level = "poor" if num == 1 else "fair"  # over several traces the spread includes the engine's noise
+    return Trust("fidelity", level, f"{_MEASURED}; how far the engine differs from itself was not measured")
 
 
 _SOURCES: dict[str, tuple[Level, str]] = {
@@ -191,48 +202,56 @@ _SOURCES: dict[str, tuple[Level, str]] = {
 _MANY = 0.1  # share of steps outside of the profile above which step times are poor
 
 
-def _step_times(runs: Sequence[Run]) -> Trust:
+class Source(NamedTuple):
+    """Where the step times of a simulated run are from. level: how good they are. said: their source, the error of a
+    fit, the steps outside its range."""
+
+    cost: str
+    level: Level
+    said: str
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any], config: Mapping[str, Any]) -> Source:
+        """config: flat."""
+        cost, error = str(manifest.get("cost")), manifest.get("cost_error")
+        level, said = _SOURCES.get(cost, ("poor", "made up: they show a mechanism"))
+        if {config.get(f"cost.{name}_factor", 1.0) for name in ("host", "device")} != {1.0}:
+            level, said = (
+                "poor",
+                "fitted to measured steps of another machine, and adapted: how far they are off is not known",
+            )
+        if cost == "roofline" and manifest.get("device") == "cpu":
+            level, said = "poor", "made up: no data sheet gives a CPU's; testbed calibrate measures them"
+        if error is not None:
+            median, p90 = error["median"], error["p90"]
+            level = "good" if median <= GOOD_FIT else "fair" if median <= POOR_FIT else "poor"
+            said = f"fitted to measured steps; those left out of the fit are {fmt.percent(median)} off in the median, "
+            said += f"P90 {fmt.percent(p90)}"
+        if (saving := config.get("cost.repeated_saving")) is not None:
+            said += f"; that shared reads save {fmt.share(saving)} is given, not fitted"
+        num_outside, num_steps = (manifest.get(name) or 0 for name in ("num_extrapolated_steps", "num_steps"))
+        if num_outside:
+            share = num_outside / max(1, num_steps)
+            notes = manifest.get("cost_notes") or [f"{share:.1%} of the steps leave the profiled range"]
+            level, said = _worst([level, "poor" if share > _MANY else "fair"]), f"{said}; {notes[0]}"
+        return cls(cost, level, said)
+
+
+def step_times(sources: Iterable[Source]) -> Trust:
     """The worst of the simulated runs decides the level; of each cost model the worst run is described."""
-    worst: dict[str, tuple[Level, str]] = {}
-    for run in (one for one in runs if one.is_simulated):
-        cost, found = str(run.manifest.get("cost")), _source_of(run)
-        if cost not in worst or _LEVELS.index(found[0]) > _LEVELS.index(worst[cost][0]):
-            worst[cost] = found
-    said = [text if len(worst) == 1 else f"{cost}: {text}" for cost, (_, text) in worst.items()]
-    return Trust("step times", _worst([level for level, _ in worst.values()]), "; ".join(said))
-
-
-def _source_of(run: Run) -> tuple[Level, str]:
-    """The level of a run's step times, and a text: their source, the error of a fit, the steps outside its range."""
-    cost, error = str(run.manifest.get("cost")), run.manifest.get("cost_error")
-    level, said = _SOURCES.get(cost, ("poor", "made up: they show a mechanism"))
-    if {run.flat_config.get(f"cost.{name}_factor", 1.0) for name in ("host", "device")} != {1.0}:
-        level, said = (
-            "poor",
-            "fitted to measured steps of another machine, and adapted: how far they are off is not known",
-        )
-    if cost == "roofline" and run.manifest.get("device") == "cpu":
-        level, said = "poor", "made up: no data sheet gives a CPU's; testbed calibrate measures them"
-    if error is not None:
-        median, p90 = error["median"], error["p90"]
-        level = "good" if median <= GOOD_FIT else "fair" if median <= POOR_FIT else "poor"
-        said = f"fitted to measured steps; those left out of the fit are {fmt.percent(median)} off in the median, P90 "
-        said += fmt.percent(p90)
-    if (saving := run.flat_config.get("cost.repeated_saving")) is not None:
-        said += f"; that shared reads save {fmt.share(saving)} is given, not fitted"
-    num_outside, num_steps = (run.manifest.get(name) or 0 for name in ("num_extrapolated_steps", "num_steps"))
-    if num_outside:
-        share = num_outside / max(1, num_steps)
-        notes = run.manifest.get("cost_notes") or [f"{share:.1%} of the steps leave the profiled range"]
-        level, said = _worst([level, "poor" if share > _MANY else "fair"]), f"{said}; {notes[0]}"
-    return level, said
+    worst: dict[str, Source] = {}
+    for one in sources:
+        if one.cost not in worst or _LEVELS.index(one.level) > _LEVELS.index(worst[one.cost].level):
+            worst[one.cost] = one
+    said = [one.said if len(worst) == 1 else f"{cost}: {one.said}" for cost, one in worst.items()]
+    return Trust("step times", _worst([one.level for one in worst.values()]), "; ".join(said))
 
 
 def _fidelity(
     arms: Sequence[Arm], pairs: Sequence[Pair], errors: Mapping[str, pd.DataFrame], rankings: Mapping[str, pd.DataFrame]
 ) -> Trust:
     if not pairs:
-        return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
+        return not_compared(num_replicates(arms), is_simulated=True)
     found = worst_errors(errors.values())
     shown = [path for path in (*_ERRORS, "ttft_s.p99", "tpot_s.p99") if path in found]
     errors_up_to = fmt.listing([f"{metric_of(path).label} {fmt.percent(found[path])}" for path in shown])

@@ -22,6 +22,7 @@ from experiments.configuration.grammar import parsed
 from experiments.configuration.options import Library
 from experiments.configuration.overrides import check_num_points, library_of, of_one_point, swept_values, with_swept
 from experiments.configuration.settings import NO_DEADLINES
+from experiments.wiring.engines import num_engines
 from experiments.wiring.traces import build_source
 from testbed.checks import require_type
 from testbed.errors import ConfigError
@@ -40,7 +41,7 @@ class Arm:
     """One policy. raw: its configuration. A value of `rate_key` times `per_value` is the rate in `unit`.
 
     num_requests: of its traces at the start value, one number for each seed. correlation: between the seeds' traces,
-    which are drawn from one record.
+    which are drawn from one record. replicates: what to give for several. num_gpus: of all replicas; 0 for CPUs.
     """
 
     name: str
@@ -54,6 +55,8 @@ class Arm:
     num_requests: tuple[int, ...]
     correlation: float
     is_simulated: bool
+    replicates: str
+    num_gpus: int
     naming: tuple[str, ...] = ()  # the keys from which its name is made
 
     @property
@@ -174,7 +177,7 @@ def _arm(
     for item in slo.classes:
         if not any(item.has(*labels) for labels in arrivals[0].labels):
             raise ConfigError(f"slo.classes names {item.name}, and no request of the trace is of it")
-    _refuse_copies(seeds, arrivals, named, is_own=is_own)
+    replicates = _replicates(raw, start, seeds, arrivals, seen)
     slower = _arrivals(_at(raw, start / 2, seeds[0]), seen)
     if not arrivals[0].rate_per_s > 1.1 * slower.rate_per_s > 0:
         why = "they come at once, or trace.transforms sets their arrivals anew; leave that out"
@@ -190,6 +193,7 @@ def _arm(
         name or config.scheduler.name, raw, slo, config.slo.attainment, key, start, natural * config.speed,
         has_sessions, tuple(one.num_requests for one in arrivals),
         _correlation([_at(raw, start, seed) for seed in seeds], arrivals, shares), config.is_simulated,
+        replicates, num_engines(config) * config.tensor_parallel_size * (config.device.kind != "cpu"),
     )  # fmt: skip
 
 
@@ -288,14 +292,27 @@ def _start(trace: dict[str, Any], named: str) -> tuple[str, float]:
     return key, float(value)
 
 
-def _refuse_copies(seeds: tuple[int, ...], arrivals: list[_Arrivals], trace: str, *, is_own: bool) -> None:
-    """Raises ConfigError if several seeds give the same trace: there is no spread over copies. is_own: a user's class
-    makes it."""
-    if len({one.fingerprint for one in arrivals}) < len(seeds):
-        apart = "draw apart: trace.transforms=[{name: bootstrap}] (docs/traces.md)"
-        if is_own:
-            apart = "give the class a parameter seed to draw by, and no value for it in its file"
+def _replicates(
+    raw: dict[str, Any], start: float, seeds: tuple[int, ...], arrivals: list[_Arrivals],
+    seen: dict[str, _Arrivals],
+) -> str:  # fmt: skip
+    """What to give for several replicates of the trace. Raises ConfigError if several seeds give the same trace: there
+    is no spread over copies."""
+    of_seeds = arrivals if len(seeds) > 1 else [*arrivals, _arrivals(_at(raw, start, seeds[0] ^ 1), seen)]
+    several = "seed=0,1,2,3,4"
+    if len({one.fingerprint for one in of_seeds}) == len(of_seeds):
+        return f"give several seeds, as {several} (docs/capacity.md)"
+    trace = raw["trace"]
+    named, apart = trace.get("name"), "draw apart: 'trace.transforms=[{name: bootstrap}]' (docs/traces.md)"
+    if "_target_" in trace:
+        named, apart = trace["_target_"], "give the class a parameter seed to draw by, and no value for it in its file"
+    elif trace["seed"] is not None and ("rate" in trace or trace["transforms"]):
+        apart = "leave out trace.seed"
+    elif trace["transforms"]:
+        apart = "draw apart: add {name: bootstrap} to trace.transforms (docs/traces.md)"
+    if len(seeds) > 1:
         raise ConfigError(
-            f"seed={','.join(map(str, seeds))} are the same requests of trace={trace}, and copies are no "
+            f"seed={','.join(map(str, seeds))} are the same requests of trace={named}, and copies are no "
             f"replicates; give one seed, or {apart}"
         )
+    return f"other seeds have the same requests of trace={named}: give {several}, and {apart}"

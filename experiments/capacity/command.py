@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from analysis.comparison.compare import Comparison
 from analysis.comparison.wording import interval_text, verdict_text
+from analysis.measures.capacity import Load
 from analysis.measures.slo import LIMITS
 from analysis.measures.statistics import mean_of_all
 from analysis.measures.turns import Turns, squeezed_by, squeezed_note
 from analysis.reading.frames import json_safe
+from analysis.reports.load_cautions import DRAINED
 from experiments.capacity.arms import beyond_names
-from experiments.capacity.found import Capacity, Found, Replicate
+from experiments.capacity.found import DOES_NOT_FIT, Capacity, Found, Replicate
 from experiments.capacity.search import MAX_DOUBLINGS
 from experiments.capacity.study import find_capacity
 from experiments.configuration.config import RunConfig
@@ -31,6 +34,7 @@ from testbed.output import written
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
 SHORT = 10  # a run is short if all requests (or sessions) arrive within this many times the duration of one
+SPARE = 1.5  # how many times that is advised: in a longer run, one lasts longer
 UNLIKE = 0.1  # how far from the capacity, relatively, the rate may be at which its requests arrive
 OF_MEANS = (
     "a capacity is the mean of the seeds': at it those of lower capacity are overloaded, so the attainment there may "
@@ -39,7 +43,7 @@ OF_MEANS = (
 OVERLOAD = {"queue": "the queue grows", "undone": "fewer than half are done when nearly all have come"}
 OF_ONE_SEED = (
     "one seed: the interval takes requests as independent, which they are not as they queue, so it is too narrow and "
-    "tells no policies apart; give several seeds, as seed=0,1,2,3,4 (docs/capacity.md)"
+    "tells no policies apart"
 )
 
 
@@ -61,19 +65,23 @@ def main(arguments: list[str]) -> int:
     differing = beyond_names([one.arm for one in found.found])
     said = [f"note: the policies differ beyond their names, in {differing}"] if differing else []
     said += [f"note: {sentence}" for one in found.found for sentence in warnings(one)]
+    said += [f"note: {sentence}" for sentence in _of_fleets(found.found)]
     if len(found.seeds) == 1:
-        said.append(f"note: {OF_ONE_SEED}")
+        advice = dict.fromkeys(one.arm.replicates for one in found.found)
+        said.append(f"note: {OF_ONE_SEED}; {'; '.join(advice)}")
     elif any(min(one.attainments, default=1.0) < one.arm.share for one in found.found):
         said.append(f"note: {OF_MEANS}")
     terms = dict.fromkeys(_terms(one) for one in found.found)  # a line for each different one
-    tables = [policies_table(found.found), *([_changes(found)] if found.changes else [])]
-    lines = [*terms, *(line for text in tables for line in ("", text)), "", *said]
+    tables = [policies_table(found.found, found.unfit), *([_changes(found)] if found.changes else [])]
+    trust = [f"trust in {one.about}: {one.level} ({one.why})" for one in found.trust]
+    lines = [*terms, *(line for text in tables for line in ("", text)), "", *trust, "", *said]
     if found.tolerance < options.tolerance:
         lines.append(f"note: {folder} has the brackets of --tolerance {found.tolerance:g}, finer than asked for")
     _write(found, lines, shlex.join(["testbed", "capacity", *arguments]))
     print("\n".join(lines))
     print(f"\nwrote {folder / TEXT}, {FIGURE}.png, {TABLE}")
-    missing = [reason for one in found.found if (reason := without_capacity(one))]
+    missing = [f"{name} {DOES_NOT_FIT}: {reason}" for name, reason in found.unfit.items()]
+    missing += [reason for one in found.found if (reason := without_capacity(one))]
     if missing:
         raise FailedError(missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
     return 0
@@ -111,6 +119,8 @@ def _write(found: Capacity, lines: list[str], command: str) -> None:
         "version": describe_versions()["llm-serving-testbed"],
         "baseline": found.baseline,
         "policies": json_safe([_row(one, changes.get(one.arm.name)) for one in found.found]),
+        "unfit": dict(found.unfit),
+        "trust": [one._asdict() for one in found.trust],
     }
     write_json(out / RESULT, result)
     with written(out / TABLE) as file:
@@ -141,6 +151,7 @@ def _row(found: Found, change: Comparison | None) -> dict[str, Any]:
         "policy": found.arm.name,
         "capacity": found.capacity,
         "unit": found.arm.unit,
+        "num_gpus": found.arm.num_gpus or None,
         "setting": _setting(found),
         "failed_at": found.rate(found.bracket.failed),
         "ci95_low": low,
@@ -178,8 +189,8 @@ def _change_row(change: Comparison) -> dict[str, Any]:
     }
 
 
-def policies_table(found: Sequence[Found]) -> str:
-    """The table of capacities, a row for each policy."""
+def policies_table(found: Sequence[Found], unfit: Collection[str] = ()) -> str:
+    """The table of capacities, a row for each policy. unfit: the names of those that do not fit on their device."""
     has_seeds = len(found[0].replicates) > 1
     spread = ("95 % over seeds", "range of seeds") if has_seeds else ()
     wilson = () if has_seeds else ("95 % (Wilson)",)
@@ -188,7 +199,16 @@ def policies_table(found: Sequence[Found]) -> str:
     if any(one.arm.per_value != 1 for one in found):
         headers = (*headers, "setting")
         rows = [(*row, _setting(one) or "–") for row, one in zip(rows, found, strict=True)]
+    if len({one.arm.num_gpus for one in found}) > 1:
+        headers = (*headers[:2], "GPUs", "per GPU", *headers[2:])
+        rows = [(*row[:2], *_per_gpu(one), *row[2:]) for row, one in zip(rows, found, strict=True)]
+    rows += [(name, DOES_NOT_FIT, *["–"] * (len(headers) - 2)) for name in unfit]
     return table(headers, rows, numbers=False)
+
+
+def _per_gpu(found: Found) -> tuple[str, str]:
+    num = found.arm.num_gpus
+    return (str(num), found.capacity_text(num)) if num else ("–", "–")
 
 
 def _setting(found: Found) -> str | None:
@@ -209,7 +229,7 @@ def _cells(found: Found) -> tuple[str, ...]:
     goodput = None if at is None else at.goodput_per_s
     return (
         found.arm.name,
-        found.capacity_text,
+        found.capacity_text(),
         *spread,
         "–" if failed is None else f"{failed:.4g}",
         *told,
@@ -294,7 +314,7 @@ def warnings(found: Found) -> list[str]:
         by, turns = squeezed_by(arm.at(found.bracket.kept or arm.start, 0)["trace"]), Turns(at.num_later, at.num_early)
         if (note := squeezed_note(by, turns, is_closed_loop=arm.is_of_sessions)) is not None:
             said.append(f"{note}, whose number can be searched (docs/capacity.md)")
-        num, arriving_s = (total / len(found.replicates) for total in (at.num_requests, at.arriving_s))
+        num, arriving_s = _mean_trace(found, at)
         who = "sessions begin" if arm.is_of_sessions else "requests arrive"
         offered = (at.num_customers - len(found.replicates)) / max(at.arriving_s, 1e-9)
         if abs(offered / found.capacity - 1) > UNLIKE:
@@ -305,9 +325,15 @@ def warnings(found: Found) -> list[str]:
         if at.stay_s is not None and arriving_s < SHORT * at.stay_s:
             said.append(
                 f"the run is short: at capacity the {who} within {arriving_s:.3g} s, and one lasts {at.stay_s:.3g} s; "
-                "overload hardly shows, and a longer run may have another capacity; give at least "
-                f"{SHORT * at.stay_s * arm.num_requests[0] / max(arriving_s, 1e-9):,.0f} requests (trace.num_requests, "
-                "trace.limit)"
+                "overload hardly shows, goodput lacks what ends later, and a longer run may have another capacity; "
+                f"give at least {_enough(found):,} requests (trace.num_requests, trace.limit)"
+            )
+        if arm.is_of_sessions and at.goodput_per_s and at.arriving_s < DRAINED * at.duration_s:
+            until_s, met = at.duration_s / len(found.replicates), at.num_met / max(at.arriving_s, 1e-9)
+            said.append(
+                f"goodput is {at.goodput_per_s:.4g} req/s, and {met:.4g} req/s keep the SLO at the capacity: it is "
+                f"over the {until_s:.3g} s in which requests come, and sessions begin in the first {arriving_s:.3g} s "
+                "only; from then on ever fewer have turns left; more sessions help"
             )
         if at.overload == "queue":
             excess = at.waiting.excess(at.num_requests)
@@ -323,6 +349,32 @@ def warnings(found: Found) -> list[str]:
     return [f"{arm.name}: {sentence}" for sentence in (*said, *found.notes)]
 
 
+def _mean_trace(found: Found, at: Load) -> tuple[float, float]:
+    """The requests of a seed's trace at the capacity, and the seconds within which they (or their sessions) arrive."""
+    return at.num_requests / len(found.replicates), at.arriving_s / len(found.replicates)
+
+
+def _enough(found: Found) -> int:
+    """The requests of a trace that is not short at the capacity, to two digits; 0 if that is unknown."""
+    if (at := found.at_kept) is None or at.stay_s is None:
+        return 0
+    num, arriving_s = _mean_trace(found, at)
+    return math.ceil(float(f"{SPARE * SHORT * at.stay_s * num / max(arriving_s, 1e-9):.2g}"))
+
+
+def _of_fleets(found: Sequence[Found]) -> list[str]:
+    """A sentence if policies with more GPUs than others have traces that are too short to compare them."""
+    fleets = {one.arm.num_gpus for one in found}
+    each = {one.arm.num_requests[0] / num for one in found if (num := one.arm.num_gpus)}
+    enough = math.ceil(max(fleets) * max(_enough(one) / (one.arm.num_gpus or 1) for one in found))
+    if len(fleets) < 2 or len(each) < 2 or all(one.arm.num_requests[0] >= enough for one in found):
+        return []
+    return [
+        "the more GPUs a policy has, the fewer requests of its trace come to each, which overloads it later and lets "
+        f"it look better; to compare, give all of them at least {enough:,} requests (trace.num_requests, trace.limit)"
+    ]
+
+
 def _terms(found: Found) -> str:
     arm, config = found.arm, RunConfig.from_container(found.arm.raw)
     num = f"{arm.num_requests[0]:,} requests" + (f", {len(arm.num_requests)} seeds" * (len(arm.num_requests) > 1))
@@ -330,5 +382,6 @@ def _terms(found: Found) -> str:
         num += f"; capacity counts sessions, of {at.num_requests / at.num_customers:.3g} requests in the mean, and "
         num += "goodput requests"
     names = f"{config.raw['backend']['name']}, {config.model.name} on {config.device.name}"
+    names += f", cost {config.cost_name}" if config.is_simulated else ""
     trace = config.raw["trace"].get("_target_", config.trace.name)
     return f"{arm.slo} for {100 * arm.share:.4g} % of the requests; {names}, trace {trace} ({num})"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -19,9 +19,11 @@ import pandas as pd
 from analysis import format as fmt
 from analysis.comparison.compare import Comparison, Metric, judge
 from analysis.measures.capacity import Edge, Load, edge_change, mean_edge, pooled
+from analysis.reports.trust import Source, Trust, not_compared, step_times
 from experiments.capacity.arms import Arm
 from experiments.capacity.search import Bracket, rounded
 
+DOES_NOT_FIT = "does not fit"
 MEETING = 0.1  # requests hardly meet if this many, or fewer, are in the system on average
 
 
@@ -58,6 +60,7 @@ class Found:
     arm: Arm
     replicates: tuple[Replicate, ...]
     notes: tuple[str, ...] = ()  # on its cost model and its KV pool
+    sources: tuple[Source, ...] = ()  # of its step times, if it is simulated
 
     def rate(self, value: float | None) -> float | None:
         return None if value is None else value * self.arm.per_value
@@ -83,12 +86,12 @@ class Found:
         """Whether the capacity is below all rates that were tried, under some seed."""
         return self.bracket.failed is not None and any(map(self.is_crowded, self.replicates))
 
-    @property
-    def capacity_text(self) -> str:
-        """The capacity with its unit: "≥ 12 req/s" if a seed fails at no rate, "< 3 req/s" if it is below all tried."""
+    def capacity_text(self, among: int = 1) -> str:
+        """The capacity with its unit: "≥ 12 req/s" if a seed fails at no rate, "< 3 req/s" if it is below all tried.
+        among: the number of GPUs that each have an equal part of it."""
         is_open = any(one.bracket.failed is None for one in self.replicates)
         sign, rate = ("< ", self.rate(self.bracket.failed)) if self.is_below else ("≥ " * is_open, self.capacity)
-        return f"{sign}{rate:.4g} {self.arm.unit}"
+        return f"{sign}{(rate or 0.0) / among:.4g} {self.arm.unit}"
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -152,7 +155,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 @dataclass(frozen=True, repr=False)
 class Capacity:
     """The results of all policies. points: one row per policy, rate and seed. tolerance: of the coarsest search.
-    changes: of the other policies from the `baseline`, paired by seed; empty for one policy or one seed."""
+    changes: of the other policies from the `baseline`, paired by seed; empty for one policy or one seed. unfit: why a
+    policy was not searched, by name: its device has no memory for the model and one KV block."""
 
     found: tuple[Found, ...]
     points: pd.DataFrame
@@ -161,10 +165,20 @@ class Capacity:
     seeds: tuple[int, ...]
     baseline: str
     margin: float  # a relative change up to this counts as none
+    unfit: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """A line for each policy: its capacity, and the interval over the seeds."""
-        return "\n".join(map(_line, self.found))
+        return "\n".join([*map(_line, self.found), *(f"{name}: {DOES_NOT_FIT}" for name in self.unfit)])
+
+    @property
+    def trust(self) -> list[Trust]:
+        """How far the capacities can be trusted, as in reports: fidelity, unless an engine was searched beside the
+        simulation, and step times if any are simulated."""
+        kinds = {one.arm.is_simulated for one in self.found}
+        fidelity = [not_compared(len(self.seeds), is_simulated=kind) for kind in kinds if len(kinds) == 1]
+        sources = [source for one in self.found for source in one.sources]
+        return [*fidelity, *([step_times(sources)] if sources else [])]
 
     @property
     def changes(self) -> list[Comparison]:
@@ -177,7 +191,7 @@ class Capacity:
 
 def _line(one: Found) -> str:
     over = "" if one.interval is None else " [{:.4g}, {:.4g}]".format(*one.interval)
-    return f"{one.arm.name}: {one.capacity_text}{over}"
+    return f"{one.arm.name}: {one.capacity_text()}{over}"
 
 
 def _change(base: Found, other: Found) -> Comparison:

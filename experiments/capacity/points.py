@@ -10,13 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from analysis.load import load_run
+from analysis.load import flatten, load_run
 from analysis.measures.capacity import Load, count_load
 from analysis.measures.occupancy import run_end_ns
 from analysis.measures.slo import SLO
 from analysis.measures.steadiness import Waiting
 from analysis.reading.files import read_json
 from analysis.reading.rows import FileRows
+from analysis.reports.trust import Source
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import write_json
@@ -152,9 +153,10 @@ def run_point(
             end_ns = run_end_ns(run.requests, FileRows(run.path / "steps.parquet"))
             load = count_load(run.requests, slo, end_ns, by_session=by_session)
     notes = list(result.manifest.get("cost_notes") or [])
+    source = Source.of(result.manifest, flatten(config.raw)) if config.is_simulated else None
     known = {"fingerprint": result.manifest["trace"]["fingerprint"], "digest": result.manifest.get("digest")}
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"load": asdict(load), "max_failed": max_failed, "notes": notes, **known})
+    write_json(file, {"load": asdict(load), "max_failed": max_failed, "notes": notes, "source": source, **known})
 
 
 def read_point(file: Path, max_failed: int | None) -> Load | None:

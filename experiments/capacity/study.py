@@ -24,6 +24,7 @@ from analysis.load import flatten, require_path
 from analysis.measures.capacity import Load, max_failed
 from analysis.progress import progress
 from analysis.reading.files import read_json
+from analysis.reports.trust import Source
 from experiments.capacity.arms import Arm, parse
 from experiments.capacity.found import Capacity, Found, Replicate, mean_bracket
 from experiments.capacity.points import point_name, read_point, run_point
@@ -32,9 +33,10 @@ from experiments.configuration.compose import ONE_AT_A_TIME
 from experiments.configuration.config import JUDGING, RunConfig
 from experiments.runs.identity import edited_since_import, identity_of
 from experiments.runs.run_folder import alone, write_json
+from experiments.wiring.build import simulated_pools
 from experiments.wiring.foreign import check_importable, named_classes
 from testbed.checks import require, require_type, require_whole
-from testbed.errors import ConfigError, RunFolderError, TestbedError
+from testbed.errors import ConfigError, DeviceError, RunFolderError, TestbedError
 from testbed.foreign_text import number, shown
 
 IDENTITY, POINTS, _LOCK = "search.json", "points", ".lock"
@@ -61,19 +63,25 @@ def find_capacity(
         raise ConfigError(f"find_capacity was given {shown(other[0])}; give overrides, as 'slo.ttft_s=1'")
     arms, seeds = parse(overrides)
     report = arms[0].raw["report"]
-    baseline = find_arm(arms, report["baseline"]).name
+    base = find_arm(arms, report["baseline"])
     for arm in arms:
         check_importable(config := RunConfig.from_container(arm.raw))
         if edited := edited_since_import(config):
             raise ConfigError(edited)
+    unfit = {arm.name: reason for arm in arms if (reason := _unfit(arm))}
+    fitting = [arm for arm in arms if arm.name not in unfit]
+    if not fitting:
+        raise DeviceError(_whose(arms[0], arms) + unfit[arms[0].name])
     if target.exists() and not target.is_dir():
         raise RunFolderError(f"{target} is no folder; choose another folder")
     target.mkdir(parents=True, exist_ok=True)
     with alone(target / _LOCK, target, "folder"), ONE_AT_A_TIME:
         identity = _claim(target, arms, seeds)
-        finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in arms}
-        searches = [_Search(arm, seeds, finest[arm.name], target / POINTS, is_whole=whole) for arm in arms]
-        with progress(f"capacity, {len(arms)} searches", "point") as bar:
+        finest = {arm.name: min(tolerance, identity["tolerance"].get(arm.name, tolerance)) for arm in fitting}
+        searches = [
+            _Search(arm, seeds, finest[arm.name], target / POINTS, _whose(arm, arms), is_whole=whole) for arm in fitting
+        ]
+        with progress(f"capacity, {len(fitting)} searches", "point") as bar:
             try:
                 _run(searches, jobs, bar)
             except KeyboardInterrupt:
@@ -82,7 +90,25 @@ def find_capacity(
         write_json(target / IDENTITY, identity | {"tolerance": finest})
     found = tuple(one.found() for one in searches)
     points = pd.DataFrame([row for one in searches for row in one.rows()])
-    return Capacity(found, points, target, max(finest.values()), seeds, baseline, report["margin"])
+    baseline = (base if base in fitting else fitting[0]).name
+    return Capacity(found, points, target, max(finest.values()), seeds, baseline, report["margin"], unfit)
+
+
+def _whose(arm: Arm, arms: Sequence[Arm]) -> str:
+    """The beginning of an error of one policy: its name, if there are others."""
+    return f"{arm.name}: " if len(arms) > 1 else ""
+
+
+def _unfit(arm: Arm) -> str:
+    """Why the model and one KV block do not fit into the memory that is simulated; "" if they do."""
+    config = RunConfig.from_container(arm.raw)
+    if not config.is_simulated or config.recorded_run is not None:
+        return ""
+    try:
+        simulated_pools(config)
+    except DeviceError as error:
+        return str(error)
+    return ""
 
 
 def _plain(value: Any) -> Any:
@@ -180,17 +206,27 @@ def _run(searches: Sequence[_Search], jobs: int, bar: Any) -> None:
         ) from None
 
 
+def _run_point(whose: str, *point: Any) -> None:
+    try:
+        run_point(*point)
+    except TestbedError as error:
+        raise type(error)(f"{whose}{error}") from None
+
+
 class _Search:
     """The search for one policy, a bisection for each seed: the rates to try next (`asks`; none: the search has ended),
     each with the index of its seed, and the earlier results."""
 
-    def __init__(self, arm: Arm, seeds: Sequence[int], tolerance: float, folder: Path, *, is_whole: bool) -> None:
-        self.arm, self._seeds, self._folder, self._is_whole = arm, seeds, folder, is_whole
+    def __init__(
+        self, arm: Arm, seeds: Sequence[int], tolerance: float, folder: Path, whose: str, *, is_whole: bool
+    ) -> None:
+        self.arm, self._seeds, self._folder, self._whose, self._is_whole = arm, seeds, folder, whose, is_whole
         self._rates = [search(arm.start, tolerance) for _ in seeds]
         self.asks = [(index, next(rates)) for index, rates in enumerate(self._rates)]
         self._brackets: dict[int, Bracket] = {}  # of the seeds whose bisection has ended
         self._tried: list[dict[float, Load]] = [{} for _ in seeds]
         self._notes: dict[str, None] = {}
+        self._sources: dict[Source, None] = {}
         self._has_looked_beside = False
 
     def _point(self, index: int, ask: Ask) -> tuple[dict[str, Any], Path, int | None]:
@@ -206,7 +242,7 @@ class _Search:
             raw, file, most = self._point(index, ask)
             if read_point(file, most) is None:
                 num = arm.num_requests[index]
-                yield delayed(run_point)(raw, arm.slo, most, file, num, arm.is_of_sessions, scratch)
+                yield delayed(_run_point)(self._whose, raw, arm.slo, most, file, num, arm.is_of_sessions, scratch)
 
     def go_on(self) -> None:
         """Sends each bisection the verdict on the rate that was tried, and gets the next rates."""
@@ -215,7 +251,10 @@ class _Search:
             _, file, most = self._point(index, ask)
             load = read_point(file, most)
             assert load is not None, file
-            self._notes |= dict.fromkeys(read_json(file)["notes"])
+            stored = read_json(file)
+            self._notes |= dict.fromkeys(stored["notes"])
+            if stored["source"] is not None:
+                self._sources[Source(*stored["source"])] = None
             kept = load.keeps(self.arm.share)
             if kept is None:  # the trace has another length at this rate: stopped too early
                 asks.append((index, Ask(ask.value, True)))
@@ -247,7 +286,7 @@ class _Search:
     def found(self) -> Found:
         tried = [tuple(sorted(loads.items())) for loads in self._tried]
         each = [Replicate(seed, self._brackets[i], tried[i]) for i, seed in enumerate(self._seeds)]
-        return Found(self.arm, tuple(each), tuple(self._notes))
+        return Found(self.arm, tuple(each), tuple(self._notes), tuple(self._sources))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         arm = self.arm

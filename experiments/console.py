@@ -67,8 +67,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: boo
 
 
 def as_markdown(lines: Sequence[str]) -> str:
-    """Printed lines as Markdown: notes, which it would run together, become items of a list."""
-    return re.sub(r"(?m)^note: ", "- note: ", "\n".join(lines))
+    """Printed lines as Markdown: notes and trust, which it would run together, become items of a list."""
+    return re.sub(r"(?m)^(?=note: |trust in )", "- ", "\n".join(lines))
 
 
 def percent(share: float | None, *, signed: bool = True) -> str:

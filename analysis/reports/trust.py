@@ -207,6 +207,7 @@ class Source(NamedTuple):
     fit, the steps outside its range."""
 
     cost: str
+    device: str
     level: Level
     said: str
 
@@ -234,17 +235,24 @@ class Source(NamedTuple):
             share = num_outside / max(1, num_steps)
             notes = manifest.get("cost_notes") or [f"{share:.1%} of the steps leave the profiled range"]
             level, said = _worst([level, "poor" if share > _MANY else "fair"]), f"{said}; {notes[0]}"
-        return cls(cost, level, said)
+        return cls(cost, str(manifest.get("device")), level, said)
 
 
 def step_times(sources: Iterable[Source]) -> Trust:
-    """The worst of the simulated runs decides the level; of each cost model the worst run is described."""
-    worst: dict[str, Source] = {}
+    """The worst of the simulated runs decides the level; of each cost model and device the worst run is described."""
+    worst: dict[tuple[str, str], Source] = {}
     for one in sources:
-        if one.cost not in worst or _LEVELS.index(one.level) > _LEVELS.index(worst[one.cost].level):
-            worst[one.cost] = one
-    said = [one.said if len(worst) == 1 else f"{cost}: {one.said}" for cost, one in worst.items()]
-    return Trust("step times", _worst([one.level for one in worst.values()]), "; ".join(said))
+        key = one.cost, one.device
+        if key not in worst or _LEVELS.index(one.level) > _LEVELS.index(worst[key].level):
+            worst[key] = one
+    differs = [len(set(parts)) > 1 for parts in zip(*worst, strict=True)]
+    names = {key: " on ".join(part for part, told in zip(key, differs, strict=True) if told) for key in worst}
+    said = grouped(worst, lambda key: worst[key].said)
+    texts = [
+        text if len(said) == 1 else f"{fmt.listing([names[key] for key in keys])}: {text}"
+        for text, keys in said.items()
+    ]
+    return Trust("step times", _worst([one.level for one in worst.values()]), "; ".join(texts))
 
 
 def _fidelity(

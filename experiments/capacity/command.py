@@ -34,7 +34,8 @@ from testbed.output import written
 
 RESULT, TEXT, FIGURE, TABLE = "capacity.json", "capacity.md", "capacity", "points.csv"
 SHORT = 10  # a run is short if all requests (or sessions) arrive within this many times the duration of one
-SPARE = 1.5  # how many times that is advised: in a longer run, one lasts longer
+SPARE = 2  # how many times that is advised, as in a longer run one lasts longer
+NEARLY = 0.75  # of the advised length, with which fleets are compared without a note, for the same reason
 UNLIKE = 0.1  # how far from the capacity, relatively, the rate may be at which its requests arrive
 OF_MEANS = (
     "a capacity is the mean of the seeds': at it those of lower capacity are overloaded, so the attainment there may "
@@ -367,7 +368,7 @@ def _of_fleets(found: Sequence[Found]) -> list[str]:
     fleets = {one.arm.num_gpus for one in found}
     each = {one.arm.num_requests[0] / num for one in found if (num := one.arm.num_gpus)}
     enough = math.ceil(max(fleets) * max(_enough(one) / (one.arm.num_gpus or 1) for one in found))
-    if len(fleets) < 2 or len(each) < 2 or all(one.arm.num_requests[0] >= enough for one in found):
+    if len(fleets) < 2 or len(each) < 2 or all(one.arm.num_requests[0] >= NEARLY * enough for one in found):
         return []
     return [
         "the more GPUs a policy has, the fewer requests of its trace come to each, which overloads it later and lets "

@@ -152,7 +152,8 @@ def run_point(
             run = load_run(result.folder)
             end_ns = run_end_ns(run.requests, FileRows(run.path / "steps.parquet"))
             load = count_load(run.requests, slo, end_ns, by_session=by_session)
-    notes = list(result.manifest.get("cost_notes") or [])
+    is_outside = bool(result.manifest.get("num_extrapolated_steps"))  # the first note says so, and so does the source
+    notes = list(result.manifest.get("cost_notes") or [])[is_outside:]
     source = Source.of(result.manifest, flatten(config.raw)) if config.is_simulated else None
     known = {"fingerprint": result.manifest["trace"]["fingerprint"], "digest": result.manifest.get("digest")}
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -225,7 +225,7 @@ class _Search:
         self.asks = [(index, next(rates)) for index, rates in enumerate(self._rates)]
         self._brackets: dict[int, Bracket] = {}  # of the seeds whose bisection has ended
         self._tried: list[dict[float, Load]] = [{} for _ in seeds]
-        self._notes: dict[str, None] = {}
+        self._notes: dict[str, str] = {}  # by how they begin: some count the steps of their point
         self._sources: dict[Source, None] = {}
         self._has_looked_beside = False
 
@@ -252,7 +252,8 @@ class _Search:
             load = read_point(file, most)
             assert load is not None, file
             stored = read_json(file)
-            self._notes |= dict.fromkeys(stored["notes"])
+            for note in stored["notes"]:
+                self._notes.setdefault(note.partition(":")[0], note)
             if stored["source"] is not None:
                 self._sources[Source(*stored["source"])] = None
             kept = load.keeps(self.arm.share)
@@ -286,7 +287,7 @@ class _Search:
     def found(self) -> Found:
         tried = [tuple(sorted(loads.items())) for loads in self._tried]
         each = [Replicate(seed, self._brackets[i], tried[i]) for i, seed in enumerate(self._seeds)]
-        return Found(self.arm, tuple(each), tuple(self._notes), tuple(self._sources))
+        return Found(self.arm, tuple(each), tuple(self._notes.values()), tuple(self._sources))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         arm = self.arm

@@ -174,19 +174,17 @@ def _measured(arms: Sequence[Arm]) -> Trust:
     if any(was_busy(run) for arm in arms for run in arm.runs):
         return Trust("fidelity", "poor", f"{_MEASURED}, but others used its machine too")
     if not known:
-        return not_compared(num_replicates(arms), is_simulated=False)
+        return not_repeated(num_replicates(arms))
     level: Level = "good" if max(known) <= _FAR else "fair"
     return Trust("fidelity", level, f"{_MEASURED}; equal runs differ by up to {fmt.percent(max(known))}")
 
 
+NOT_COMPARED = Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
 _MEASURED = "measured on a real engine, nothing is simulated"
 
 
-def not_compared(num: int, *, is_simulated: bool) -> Trust:
-    """The indicator for fidelity if no simulation was compared with an engine, nor an engine with itself. num: of
-    replicates."""
-    if is_simulated:
-        return Trust("fidelity", "poor", "simulated; how far from a real engine was not measured")
+def not_repeated(num: int) -> Trust:
+    """The indicator for fidelity if an engine was not compared with itself. num: of replicates."""
     level: Level = "poor" if num == 1 else "fair"  # over several traces the spread includes the engine's noise
     return Trust("fidelity", level, f"{_MEASURED}; how far the engine differs from itself was not measured")
 
@@ -259,7 +257,7 @@ def _fidelity(
     arms: Sequence[Arm], pairs: Sequence[Pair], errors: Mapping[str, pd.DataFrame], rankings: Mapping[str, pd.DataFrame]
 ) -> Trust:
     if not pairs:
-        return not_compared(num_replicates(arms), is_simulated=True)
+        return NOT_COMPARED
     found = worst_errors(errors.values())
     shown = [path for path in (*_ERRORS, "ttft_s.p99", "tpot_s.p99") if path in found]
     errors_up_to = fmt.listing([f"{metric_of(path).label} {fmt.percent(found[path])}" for path in shown])

@@ -19,7 +19,7 @@ import pandas as pd
 from analysis import format as fmt
 from analysis.comparison.compare import Comparison, Metric, judge
 from analysis.measures.capacity import Edge, Load, edge_change, mean_edge, pooled
-from analysis.reports.trust import Source, Trust, not_compared, step_times
+from analysis.reports.trust import NOT_COMPARED, Source, Trust, not_repeated, step_times
 from experiments.capacity.arms import Arm
 from experiments.capacity.search import Bracket, rounded
 
@@ -176,7 +176,7 @@ class Capacity:
         """How far the capacities can be trusted, as in reports: fidelity, unless an engine was searched beside the
         simulation, and step times if any are simulated."""
         kinds = {one.arm.is_simulated for one in self.found}
-        fidelity = [not_compared(len(self.seeds), is_simulated=kind) for kind in kinds if len(kinds) == 1]
+        fidelity = [NOT_COMPARED if kind else not_repeated(len(self.seeds)) for kind in kinds if len(kinds) == 1]
         sources = [source for one in self.found for source in one.sources]
         return [*fidelity, *([step_times(sources)] if sources else [])]
 

@@ -132,3 +132,11 @@ def test_a_goodput_that_counts_how_sessions_end_is_noted(tmp_path: Path, say: Sa
     assert met > goodput / 0.85
     said = say("capacity", *words, "--out", str(tmp_path / "b")).out
     assert not [line for line in notes(said) if "goodput is " in line]
+
+
+def test_a_run_as_long_as_is_asked_for_is_not_short(tmp_path: Path, say: Say) -> None:
+    words = (*SERVER, *TOKENS, "slo.ttft_s=3", "trace.rate=8")
+    said = say("capacity", *words, "trace.num_requests=60", "--out", str(tmp_path / "a")).success()
+    (enough,) = re.findall(r"the run is short: .* at least ([\d,]+) requests", said)
+    longer = f"trace.num_requests={enough.replace(',', '')}"
+    assert "is short" not in say("capacity", *words, longer, "--out", str(tmp_path / "b")).success()

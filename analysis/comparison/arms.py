@@ -53,15 +53,16 @@ def is_policy(key: str) -> bool:
 
 def settings_apart(configs: Sequence[Mapping[str, Any]], keys: Iterable[str], told: Container[str] = ()) -> str:
     """Those of the keys that differ between policies, as a preset's own do, with their values in the flat
-    configurations: "cache.watermark 0/0.01". Those of models, devices and backends that differ in their names are left
-    to these, and so are the keys that are told."""
+    configurations: "cache.watermark 0/0.01". Those of models, devices, backends and cost models that differ in their
+    names are left to these, and so are the keys that are told."""
     of_policy = [key for key in keys if is_policy(key)]
-    named = {room for room in ("model", "device", "backend") if f"{room}.name" in of_policy}
+    named = {room for room in ("model", "device", "backend", "cost") if f"{room}.name" in of_policy}
     left = [key for key in of_policy if key.partition(".")[0] not in named and key not in told]
     levels = {
-        key: ["null" if (one := own.get(key)) is None else level_text(key, one) for own in configs] for key in left
+        key: {"null" if (one := own.get(key)) is None else level_text(key, one): None for own in configs}
+        for key in left
     }
-    return "; ".join(f"{key} {'/'.join(dict.fromkeys(of_key))}" for key, of_key in levels.items())
+    return "; ".join(f"{key} {'/'.join(of_key)}" for key, of_key in levels.items() if [*of_key] != ["null"])
 
 
 def infer_arms(runs: Sequence[Run]) -> list[Arm]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 
@@ -56,7 +56,7 @@ class Metric:
     better: int
     write: Callable[[float | None], str]
     of_run: Callable[[Run], float | None] | None = None
-    is_chosen: bool = False
+    is_chosen: bool = field(default=False, compare=False)
 
     @property
     def is_share(self) -> bool:
@@ -172,9 +172,9 @@ def chosen_metrics(metrics: Sequence[Metric], runs: Sequence[Run]) -> list[Metri
     """The metrics, as chosen. Raises ConfigError for one that no run's summary has."""
     for metric in metrics:
         if metric.of_run is None and all(summary_value(run.summary, metric.path) is None for run in runs):
-            near = nearest(metric.path, {key for run in runs for key in flatten(run.summary)})
-            said = f"report.metrics names {visible(metric.path)}, and no run's summary has a number there"
-            raise ConfigError(f"{said}; {near}docs/analysis.md#summaryjson lists all")
+            keys = {key for run in runs for key in flatten(run.summary) if summary_value(run.summary, key) is not None}
+            said = f"no run's summary has a number at {visible(metric.path)}; {nearest(metric.path, keys)}"
+            raise ConfigError(f"{said}docs/analysis.md#summaryjson lists all")
     return [replace(metric, is_chosen=True) for metric in metrics]
 
 

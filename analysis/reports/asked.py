@@ -97,7 +97,7 @@ def without_interval(rows: Iterable[Comparison], question: str) -> list[Metric]:
     on the SLO says it of the attainment."""
     changed = [row for row in rows if row.estimate is not None and row.verdict != "identical"]
     tested = {row.metric.label for row in changed if row.verdict != "unknown" or row.is_alike}
-    named = [row.metric for row in changed if is_asked(row.metric, question) and row.metric is not SLO_METRICS[0]]
+    named = [row.metric for row in changed if is_asked(row.metric, question) and row.metric != SLO_METRICS[0]]
     return [metric for metric in dict.fromkeys(named) if metric.label not in tested]
 
 

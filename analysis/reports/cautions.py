@@ -236,6 +236,7 @@ def _unnamed(arms: Sequence[Arm]) -> Iterator[str]:
         for key in swept_keys(runs)
         if is_policy(key)
         and key not in named
+        and any(run.flat_config.get(key) != runs[0].flat_config.get(key) for run in runs)  # a null may be left out
         and (key in given or key.endswith(_LIMITS) or not any(key.startswith(f"{b}.") for b in bundles))
     ]
     said = []

@@ -90,7 +90,7 @@ class _Subject(NamedTuple):
         """Whether more data may show a difference: not for what is equal so far and has no interval within any trace,
         as rates and P99 ITL."""
         untested = [row for row in self.rows if row.verdict == "unknown" and row.estimate is not None]
-        within = [row for row in untested if row.metric in LATENCY and row.metric is not P99_ITL]
+        within = [row for row in untested if row.metric in LATENCY and row.metric != P99_ITL]
         return self.is_untested or bool(within) or any(row.size > margin for row in untested)
 
 
@@ -174,7 +174,7 @@ def _asked_values(groups: Sequence[Compared], question: str, slo: SLO | None) ->
     """A suffix with the arms' values of tested metrics that the question names; the attainment has a sentence."""
     rows = [row for group in groups for row in group.rows if row.verdict != "unknown"]
     metrics = dict.fromkeys(row.metric for row in rows if is_asked(row.metric, question))
-    parts = values_of([metric for metric in metrics if metric is not SLO_METRICS[0]], groups, slo)
+    parts = values_of([metric for metric in metrics if metric != SLO_METRICS[0]], groups, slo)
     return f" ({'; '.join(parts)})" if parts else ""
 
 
@@ -283,7 +283,7 @@ def _changes(subject: _Subject, question: str, margin: float) -> list[tuple[bool
 
         def rank(one: Effect) -> tuple[bool, bool, float]:
             metric = one.comparison.metric
-            return not is_asked(metric, question), metric is not SLO_METRICS[1], -_largest(one)
+            return not is_asked(metric, question), metric != SLO_METRICS[1], -_largest(one)
 
         ordered = sorted(subject.by_cell, key=rank)
         texts = [cells_text(effect, change_text) for effect in ordered[:_MAX_CLAIMS]]

@@ -86,7 +86,7 @@ def over_replicates(arms: Sequence[Arm]) -> str:
 def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], margin: float, told: Sequence[str] = ()) -> str:
     """A suffix on the arms that differ from the baseline by the noise or the margin at most, or without an interval.
     told: the shares that the sentence states; empty: all."""
-    base, rows = group.arms[0].name, {row.arm: row for row in group.rows if row.metric is SLO_METRICS[0]}
+    base, rows = group.arms[0].name, {row.arm: row for row in group.rows if row.metric == SLO_METRICS[0]}
     shown = [text for text, names in by_share.items() if base not in names and (not told or text in told)]
     away = [name for text in shown for name in by_share[text] if name in rows]
     unclaimed = [name for name in away if not rows[name].is_claim]
@@ -94,7 +94,7 @@ def _how_sure(group: Compared, by_share: Mapping[str, Sequence[str]], margin: fl
     quiet = [name for name in unclaimed if rows[name].verdict not in ("unknown", "undecided")]
     untested = [name for name in unclaimed if rows[name].verdict == "unknown" and not rows[name].is_alike]
     of_all = [*group.rows, *(effect.comparison for effect in group.effects)]
-    claims = [row for row in of_all if row.metric is SLO_METRICS[0] and row.is_claim]
+    claims = [row for row in of_all if row.metric == SLO_METRICS[0] and row.is_claim]
     said = []
     most = no_more_than({rows[name].verdict for name in quiet}, margin)
     if quiet and not untested and not undecided and not claims:
@@ -114,7 +114,7 @@ def best_within(group: Compared, slo: SLO, margin: float) -> str:
     distinguished from it. "" if no arm has more than the baseline beyond the noise, and of two arms, of which their
     shares and the claim tell it. Arms of another cost model than the baseline's are left out."""
     share, goodput = SLO_METRICS
-    base, rows = group.arms[0], [row for row in group.rows if row.metric is goodput and not row.is_of_prices]
+    base, rows = group.arms[0], [row for row in group.rows if row.metric == goodput and not row.is_of_prices]
     better = [row for row in rows if row.verdict == "higher"]
     arms = on_shared_traces([arm for arm in group.arms if same_prices(arm, base)])
     of_arm = {arm.name: mean_over_replicates(arm, goodput, slo) or 0.0 for arm in arms}

@@ -222,9 +222,10 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     kept = (*(SLO_METRICS if slo else ()), *([DEADLINES] * any(run.summary["deadlines"] for run in runs)))
     latency = tuple(metric for metric in LATENCY if metric is not P99_ITL or have_gaps(runs))
     parts = {"latency": latency, "throughput": (*RATES, *kept)}
-    others = {metric.path for part in parts.values() for metric in part}
-    if added := tuple(metric for metric in report.metrics if metric.path not in others):
-        parts["chosen metrics"] = added
+    chosen = {metric.path: metric for metric in report.metrics}
+    parts = {what: tuple(chosen.pop(metric.path, metric) for metric in part) for what, part in parts.items()}
+    if chosen:
+        parts["chosen metrics"] = tuple(chosen.values())
     metrics = [metric for part in parts.values() for metric in part]
     rows = compare(arms, baseline, metrics, report.margin, slo)
     effects = main_effects(arms, baseline, metrics, report.margin, slo)

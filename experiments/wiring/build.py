@@ -22,6 +22,7 @@ from testbed.blocks.eviction import LRU, LRUByLastStep
 from testbed.blocks.interfaces import EvictionPolicy
 from testbed.blocks.keys import TokenKeys
 from testbed.blocks.manager import BlockManager
+from testbed.checks import choose
 from testbed.composites import declared, with_parts
 from testbed.core.scheduler import Scheduler
 from testbed.errors import ConfigError, DeviceError, RequestError
@@ -32,6 +33,7 @@ from testbed.policies.preemption import Recompute, Swap
 from testbed.routing.config import FleetConfig
 from testbed.specs.memory import activation_bytes, graph_bytes, num_blocks_of_budget, num_kv_blocks
 from testbed.specs.model import check_ranks
+from testbed.traces.classes import ClassFields
 from testbed.traces.schema import Trace, TraceRequest, TraceSource
 
 # --- core ---
@@ -227,6 +229,9 @@ def _check_made(config: RunConfig, pools: Pools, made: MadePolicies) -> None:
             "scheduler.preemption=swap needs CPU blocks, and there are none: raise cache.num_cpu_blocks or "
             "cache.swap_space_gib, or choose scheduler.preemption=recompute"
         )
+    for key, policy in (("queue_order", made.queue), ("victim", made.victims)):
+        if goes_by := declared(policy, "goes_by", ""):
+            choose(f"scheduler.{key}: goes_by of {type(policy).__name__}", goes_by, ClassFields.NAMES)
     if config.scheduler.kv_rules.free_order == "one_queue" and type(made.eviction) not in (LRU, LRUByLastStep):
         raise ConfigError(
             "scheduler.kv_rules.free_order=one_queue hands blocks out in the order released; it goes with "

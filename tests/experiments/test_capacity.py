@@ -285,6 +285,8 @@ def test_policies_are_called_as_in_a_report() -> None:
     assert said.startswith("scheduler.composition unified/decode_first; scheduler.preemption auto/recompute; ")
     assert "queue_order" not in said
     assert "max_num_seqs" not in said, "one for all"
+    arms, _ = parse((*TINY, *SHORT, "slo.ttft_s=1", "cost=roofline,constant"))
+    assert beyond_names(arms) == "", "settings of a cost model are in its name"
 
 
 @pytest.mark.usefixtures("unrendered")

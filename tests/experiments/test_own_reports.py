@@ -205,7 +205,7 @@ def test_the_example_of_the_page_runs_as_it_stands(home: Path, say: Say, title: 
 
 CHOSEN = (
     "report.metrics=[queueing_s.p90, {_target_: mine.share_slow, limit_s: 0.005, better: lower}, "
-    "{_target_: mine.Longest}, {_target_: mine.nothing}, ttft_s.mean]"
+    "{_target_: mine.Longest}, {_target_: mine.nothing}, tpot_s.p99, queueing_s.p90]"
 )
 
 
@@ -213,7 +213,9 @@ CHOSEN = (
 def test_metrics_that_a_sweep_states_are_compared_as_all_others(home: Path, say: Say) -> None:
     say("run", "-m", *TINY, *SHORT, "scheduler.max_num_seqs=1,8", "seed=0,1,2,3", CHOSEN, "hydra.sweep.dir=s").success()
     say("report", "s").success()
-    table = Path("report.md").read_text().partition("**Chosen metrics**")[2].partition("\n\n**")[0]
+    page = Path("report.md").read_text()
+    assert re.search(r"(better|worse|difference)[^;.]* in P99 TPOT", page.partition("## Setup")[0]), "chosen, too"
+    table = page.partition("**Chosen metrics**")[2].partition("\n\n**")[0]
     header, _, few, many = table.strip().splitlines()
     names = [cell.strip() for cell in header.strip("|").split("|")][1:-1]
     assert names == ["P90 queueing delay", "mine.share_slow(limit_s=0.005)", "mine.Longest", "mine.nothing"]
@@ -228,9 +230,10 @@ def test_metrics_that_a_sweep_states_are_compared_as_all_others(home: Path, say:
 
 
 WRONG = [
-    ("nope.p99", "report.metrics names nope.p99, and no run's summary has a number there; docs/analysis.md"),
-    ("queueing.p99", "has a number there; did you mean 'queueing_s.p99'? docs/analysis.md#summaryjson lists all"),
-    ("status", "report.metrics names status, and no run's summary has a number there"),
+    ("nope.p99", "no run's summary has a number at nope.p99; docs/analysis.md"),
+    ("queueing.p99", "a number at queueing.p99; did you mean 'queueing_s.p99'? docs/analysis.md#summaryjson lists all"),
+    ("status", "no run's summary has a number at status; docs/analysis.md"),
+    ("time_base", "has a number at time_base; did you mean 'time_s.idle'? docs/analysis.md"),
     ("{_target_: mine.text}", "mine.text gives 'abc' for a; a metric is a number, or None where it has none"),
     ("{_target_: mine.raises}", "ZeroDivisionError: division by zero; mend it there"),
 ]

@@ -300,6 +300,16 @@ def test_a_setting_given_for_one_arm_alone_is_in_its_name(tmp_path: Path) -> Non
     assert "differ in more than" not in report(tmp_path)
 
 
+def test_a_null_that_one_arm_lacks_as_older_runs_do_is_no_difference(tmp_path: Path) -> None:
+    for order in ("fcfs", "sjf"):
+        ran(tmp_path / order, scheduler={"name": "vllm_v1", "queue_order": order}, cache=TIGHT)
+    file = tmp_path / "sjf" / "config.yaml"
+    file.write_text(file.read_text().replace("  num_cpu_blocks: null\n", ""))
+    said = report(tmp_path)
+    assert "differ in more than" not in said
+    assert "scheduler.queue_order fcfs/sjf |" in said
+
+
 def test_the_arms_of_an_unnamed_level_are_not_named_by_that_level(tmp_path: Path) -> None:
     for order, oracle in (("fcfs", "none"), ("sjf", "perfect"), ("hrrn", "perfect")):
         ran(tmp_path / order, scheduler={"name": "vllm_v1", "queue_order": order, "oracle": oracle}, cache=TIGHT)

@@ -355,6 +355,10 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_runs(
         ("scheduler=sarathi,vllm_v0 & model.sliding_window=8", "cache.sliding_window or model.sliding_window, 8, "),
         ("scheduler=vllm_v0 & model.sliding_window=null,8", "cache.sliding_window or model.sliding_window, 8, "),
         ("scheduler=vllm_v0 & scheduler.lookahead_slots=0,2", "scheduler.lookahead_slots is 2, which"),
+        (
+            "scheduler.queue_order=fcfs,{_target_: testbed.policies.orders.KeyedQueue, key: 0, goes_by: size}",
+            "scheduler.queue_order: goes_by of KeyedQueue is 'size'; choose one of priority, tenant, deadline",
+        ),
         ("scheduler.queue_order=fcfs,srpt", "scheduler.queue_order goes by remaining tokens, which no one knows with"),
         ("scheduler.preemption=swap & cache.num_cpu_blocks=9,0", "scheduler.preemption=swap needs CPU blocks"),
         (

@@ -26,7 +26,8 @@ def outrun(arms: Sequence[Arm], margin: float) -> Iterator[str]:
     if beyond:
         names = who(known, "beyond").replace("every arm", "Every arm")
         shown = _how_outrun([run for one in beyond for run in one.runs], sum(one.num_runs for one in beyond))
-        put_off = _putting_off(arms, margin)
+        outrun_too = [arm for arm, one in zip(arms, known, strict=True) if one.state == "beyond"]
+        put_off = _putting_off(outrun_too, margin) if outrun_too[0] is arms[0] else []  # others are just faster
         yield (
             f"{names} {'is' if len(beyond) == 1 or names == 'Every arm' else 'are'} beyond capacity: {shown} until the "
             "last one came. Such latencies depend on how long the trace is, and so does how many keep an SLO; "

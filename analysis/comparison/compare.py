@@ -173,7 +173,10 @@ def chosen_metrics(metrics: Sequence[Metric], runs: Sequence[Run]) -> list[Metri
     for metric in metrics:
         if metric.of_run is None and all(summary_value(run.summary, metric.path) is None for run in runs):
             keys = {key for run in runs for key in flatten(run.summary) if summary_value(run.summary, key) is not None}
-            said = f"no run's summary has a number at {visible(metric.path)}; {nearest(metric.path, keys)}"
+            near = nearest(metric.path, keys)
+            if not near and metric.path.rpartition(".")[2].isidentifier() and "." in metric.path:
+                near = f"a function of yours is {{_target_: {visible(metric.path)}}}; "
+            said = f"no run's summary has a number at {visible(metric.path)}; {near}"
             raise ConfigError(f"{said}docs/analysis.md#summaryjson lists all")
     return [replace(metric, is_chosen=True) for metric in metrics]
 

@@ -12,7 +12,7 @@ from analysis import format as fmt
 from analysis.measures.classes import is_of
 from analysis.measures.metrics import latency
 from analysis.reading.request_columns import RequestColumns
-from analysis.reading.rows import BoolArray, FloatArray
+from analysis.reading.rows import BoolArray, FloatArray, IntArray
 from testbed.errors import ConfigError
 
 LIMITS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_max_s": "longest ITL", "e2e_s": "E2E", "lateness_s": "lateness"}
@@ -55,6 +55,15 @@ class SLO:
     def of(self, tenant: str | None, priority: int) -> SLO:
         """The SLO of a request."""
         return next((item.slo for item in self.classes if item.has(tenant, priority)), self)
+
+    def num_of_each(self, requests: RequestColumns) -> IntArray:
+        """How many requests have the SLO of each class, the first that they are of `[num_classes]`."""
+        left, nums = np.ones(len(requests), dtype=bool), []
+        for item in self.classes:
+            selected = item.selects(requests)
+            nums.append(int((left & selected).sum()))
+            left &= ~selected
+        return np.array(nums, dtype=np.int64)
 
     def limits_of(self, requests: RequestColumns, name: str) -> FloatArray:
         """The limit `name` of each request, seconds `[num_requests]`; NaN for none."""

@@ -26,7 +26,7 @@ from analysis.reading.frames import json_safe
 from analysis.reading.request_columns import RequestColumns, Requests
 from analysis.reading.rows import BoolArray, FloatArray, as_rows
 
-SUMMARY_VERSION = 24  # another one with every change below: `Run.summary` then sums up older runs anew
+SUMMARY_VERSION = 25  # another one with every change below: `Run.summary` then sums up older runs anew
 FINISH_REASONS = ("stop", "length", "abort", "ignored", "unfinished")
 TIME_BASE = "from the first arrival to the end of the last step"
 _NEVER = np.iinfo(np.int64).max
@@ -184,16 +184,18 @@ def _attainment(requests: Requests, num_sent: int, slo: SLO, start_ns: int, unti
     Goodput: the requests that throughput counts and that kept every limit, per second."""
     duration_s = (until_ns - start_ns) / 1e9
     num_met = num_good = 0
+    num_of_each = np.zeros(len(slo.classes), dtype=np.int64)
     for piece in requests.pieces():
         is_met = meets_slo(piece, slo)
+        num_of_each += slo.num_of_each(piece)
         num_met += int(is_met[piece.whole("arrival_ns") >= start_ns].sum())
         num_good += int((is_met & is_within(piece, start_ns, until_ns)).sum())
     low, high = wilson(num_met, num_sent) if num_sent else (None, None)
     return {
         "limits": slo.limits,
         "classes": [
-            {"name": item.name, "limits": item.slo.limits, "num_requests": len(requests.where(item.selects))}
-            for item in slo.classes
+            {"name": item.name, "limits": item.slo.limits, "num_requests": num}
+            for item, num in zip(slo.classes, num_of_each.tolist(), strict=True)
         ]
         or None,
         "num_met": num_met,

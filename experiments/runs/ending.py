@@ -84,8 +84,9 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     if config.slo.of("lateness_s") and summary["deadlines"] is None:
         notes.append(NO_DEADLINES)
     notes += [
-        f"slo.classes names {item['name']}, and no request is of it (docs/traces.md#classes-of-requests)"
-        for item in (summary["slo"] or {}).get("classes") or ()
+        f"slo.classes names {item['name']}, and no request is of it{' but not of one before it' if place else ''} "
+        "(docs/traces.md#classes-of-requests)"
+        for place, item in enumerate((summary["slo"] or {}).get("classes") or ())
         if not item["num_requests"]
     ]
     notes += without_numbers(config, summary)

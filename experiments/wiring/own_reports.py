@@ -137,7 +137,8 @@ class _Measure:
                 number = math.nan if value is None else float(value)
             except (TypeError, ValueError):
                 raise PolicyError(
-                    f"{self.title} gives {shown(value)} for {run.path}; a metric is a number, or None where it has none"
+                    f"{self.title} gives {' '.join(shown(value).split())} for {run.path}; a metric is a number, or "
+                    "None where it has none"
                 ) from None
             self.known[run.path] = number if math.isfinite(number) else None
         return self.known[run.path]

@@ -153,6 +153,9 @@ def test_requests_of_a_class_keep_its_limits_and_others_the_general_ones():
     assert [(item["name"], item["num_requests"]) for item in summary["slo"]["classes"]] == [
         ("tenant batch", 2), ("tenant chat", 0)
     ]  # fmt: skip
+    several = {"classes": [{**batch, "e2e_s": 5.0}, {"tenant": "batch", "e2e_s": 6.0}, {**batch, "e2e_s": 7.0}]}
+    summary = summarise(rows, table([step(1, 9)], STEP_COLUMNS), {}, several)
+    assert [item["num_requests"] for item in summary["slo"]["classes"]] == [1, 1, 0], "each by the first that it is of"
     assert SLO.parse({"classes": [{"tenant": "batch", "ttft_s": None}]}) is None
 
 

@@ -67,6 +67,9 @@ def text(run):
 def nothing(run):
     return None
 
+def series(run):
+    return run.requests.ttft_s[:0].reindex([0, 1]).fillna(0.5)
+
 class Mute:
     pass
 
@@ -230,11 +233,13 @@ def test_metrics_that_a_sweep_states_are_compared_as_all_others(home: Path, say:
 
 
 WRONG = [
-    ("nope.p99", "no run's summary has a number at nope.p99; docs/analysis.md"),
+    ("nope.p99", "has a number at nope.p99; a function of yours is {_target_: nope.p99}; docs/analysis.md"),
+    ("ttft_s.p98", "a number at ttft_s.p98; did you mean 'ttft_s.p99'? docs/analysis.md#summaryjson lists all"),
     ("queueing.p99", "a number at queueing.p99; did you mean 'queueing_s.p99'? docs/analysis.md#summaryjson lists all"),
     ("status", "no run's summary has a number at status; docs/analysis.md"),
     ("time_base", "has a number at time_base; did you mean 'time_s.idle'? docs/analysis.md"),
     ("{_target_: mine.text}", "mine.text gives 'abc' for a; a metric is a number, or None where it has none"),
+    ("{_target_: mine.series}", "mine.series gives 0 0.5 1 0.5 Name: ttft_s, dtype: "),
     ("{_target_: mine.raises}", "ZeroDivisionError: division by zero; mend it there"),
 ]
 UNMADE = [

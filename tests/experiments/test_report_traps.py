@@ -91,12 +91,17 @@ def test_what_was_computed_is_counted_alike_by_requests_and_by_steps(tmp_path: P
 
 
 def test_a_start_that_is_all_there_is_is_told(tmp_path: Path, say: Say) -> None:
-    options = ("report.warmup_s=1000", "slo.lateness_s=1", "slo.classes=[{tenant: chat, ttft_s: 1}]")
+    options = (
+        "report.warmup_s=1000",
+        "slo.lateness_s=1",
+        "slo.classes=[{priority: 0, ttft_s: 1}, {tenant: none, e2e_s: 1}]",
+    )
     said = say("run", *TINY, *SHORT, *options, f"hydra.run.dir={tmp_path / 'run'}").success()
     assert "report.warmup_s=1000 leaves out all" in said
     assert "requests, so there are no numbers: lower it" in said
     assert "slo.lateness_s limits no request, as none has a deadline" in said
-    assert "slo.classes names tenant chat, and no request is of it" in said
+    assert "slo.classes names tenant none, and no request is of it but not of one before it" in said
+    assert "slo.classes names priority 0" not in said
 
 
 def test_a_burst_is_no_empty_start(tmp_path: Path) -> None:

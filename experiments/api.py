@@ -15,7 +15,7 @@ from typing import Any
 from analysis.load import Run, require_path
 from analysis.measures.checks import failures
 from experiments.configuration.compose import ONE_AT_A_TIME, compose_config, to_overrides
-from experiments.configuration.config import CLASSES
+from experiments.configuration.config import CLASSES, JUDGING
 from experiments.configuration.grammar import literal, parsed
 from experiments.configuration.options import options
 from experiments.configuration.overrides import refuse_swept
@@ -64,6 +64,7 @@ def replay(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **set
 
 def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[str, Any]) -> Run:
     rows: Trace | None = None
+    settings = {name: value for name, value in settings.items() if value is not None or name not in JUDGING}
     if isinstance(trace, Mapping):
         settings["trace"] = dict(trace)
     else:

@@ -96,8 +96,8 @@ def test_joblib(tmp_path: Path, say: Say) -> None:
 
 def test_a_failing_point_side_by_side(tmp_path: Path, say: Say) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    full = ("cache.watermark=0.1,0.99", "scheduler.kv_rules.watermark_when_idle=true")
-    said = sweep(say, tmp_path / "s", "cache.block_size=4,8", *full, *JOBLIB)
+    memory = ("cache.num_gpu_blocks=null", "device.memory_bytes=1000,80000000000")  # none of the first fits
+    said = sweep(say, tmp_path / "s", "cache.block_size=4,8", *memory, *JOBLIB)
     assert "(2 of 4 points failed)" in said.error()
     assert "Traceback" not in said.err + said.out
     assert len(load_sweep(tmp_path / "s").runs) == 2

@@ -275,7 +275,7 @@ def test_a_point_that_a_class_ends_before_it_begins_is_missed_until_it_is_made(
         assert "KeyError: 'nothing'" in manifest["failure"]
         assert manifest["swept"]["seed"] == "2"
     say("report", str(tmp_path / "s"), "--out", str(tmp_path / "r.html")).success()
-    assert "1 run of BindRaisesAtTwo failed" in (tmp_path / "r.md").read_text().replace("\\", "")
+    assert "1 run of queue order BindRaisesAtTwo failed" in (tmp_path / "r.md").read_text().replace("\\", "")
     (tmp_path / "misbehaving.py").write_text(MISBEHAVING.replace("seed == 2", "seed == 3"))
     monkeypatch.delitem(sys.modules, "misbehaving")
     say(*sweep).success()

@@ -59,6 +59,13 @@ def test_settings_choose_options_and_keys(tmp_path: Path) -> None:
     assert run.summary["num_requests"] == 5
 
 
+def test_no_slo_is_as_none_given() -> None:
+    run = simulate(ROWS, **SMALL, slo=None, report=None)
+    assert run.slo is None
+    classes = [{"tenant": "none", "e2e_s": 1e-9}]
+    assert simulate(ROWS, **SMALL, slo={"ttft_s": 1.0, "classes": classes}).summary["slo"]["num_met"] == 0
+
+
 def test_a_dotted_key_is_told_how_a_group_s_keys_are_given() -> None:
     with pytest.raises(ConfigError, match=r"there is no group 'cache.block_size' \(give cache={'block_size': …}\);"):
         simulate(ROWS, **{"cache.block_size": 32})

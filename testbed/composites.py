@@ -10,8 +10,12 @@ from typing import Any
 
 
 def with_parts(policies: Iterable[Any]) -> list[Any]:
-    """Returns the policies, each before its parts."""
-    return [one for policy in policies for one in (policy, *with_parts(getattr(policy, "parts", ())))]
+    """Returns the policies, each before its parts. An attribute `parts` that is no tuple or list is another thing."""
+    found = []
+    for policy in policies:
+        parts = getattr(policy, "parts", ())
+        found += [policy, *(with_parts(parts) if isinstance(parts, tuple | list) else ())]
+    return found
 
 
 def declared(policy: Any, name: str, default: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from testbed.composites import declared
+from testbed.composites import declared, with_parts
 from testbed.policies.admission import All, Watermark
 from testbed.policies.compositions.prefill_decode_split import PrefillDecodeSplit
 from testbed.policies.compositions.prefill_first import PrefillFirst
@@ -99,3 +99,10 @@ def test_what_a_composition_does_not_say_its_part_says() -> None:
         step(scheduler)
     assert scheduler.num_running > 2
     scheduler.check_invariants()  # more run than fit into a batch, as with the inner one alone
+
+
+def test_an_attribute_of_that_name_may_be_anything_else() -> None:
+    for own in (3, "ab", None, {"a": 1}, lambda: ()):
+        policy = SimpleNamespace(parts=own)
+        assert with_parts([policy]) == [policy]
+    assert with_parts([SimpleNamespace(parts=[1, 2])])[1:] == [1, 2]

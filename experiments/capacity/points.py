@@ -62,9 +62,7 @@ class SloWatch(Recorder):
         self._has_gaps = "itl_max_s" in slo.limited
         self._open: dict[str, _Open] = {}
         self._without_token: dict[str, _Open] = {}
-        self._due: dict[
-            float, deque[_Open]
-        ] = {}  # by limit on TTFT, in order of arrival; some may have a token already
+        self._due: dict[float, deque[_Open]] = {}  # by limit on TTFT, in order of arrival; some may have a token
         self._end_ns = 0  # of the last step
 
     def arrived(self, request: Request, now_ns: int, step: int) -> None:

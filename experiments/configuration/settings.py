@@ -198,6 +198,7 @@ def _check_class(where: str, item: object) -> None:
     tenant, priority = given.pop("tenant", None), given.pop("priority", None)
     require(where, item, (tenant, priority) != (None, None) and len(given) > 0, expected)
     require_type(f"{where}.tenant", tenant, str | None)
+    require(f"{where}.tenant", tenant, tenant is None or tenant.strip() != "", "not empty (none: requests without one)")
     require_type(f"{where}.priority", priority, int | None)
     check_limits(where, given)
 

@@ -24,6 +24,38 @@ def test_a_run_is_judged_by_its_own_slo(tmp_path: Path, say: Say) -> None:
     assert load_run(tmp_path / "b").manifest["digest"] == run.manifest["digest"], "an SLO decides nothing"
 
 
+def test_a_class_is_judged_by_its_own_slo(tmp_path: Path, say: Say) -> None:
+    labels = "trace.transforms=[{name: label, classes: [{tenant: chat}, {tenant: batch}]}]"
+    run = ("run", *TINY, *SHORT, "trace.num_requests=30", labels, "slo.ttft_s=1e-9", f"hydra.run.dir={tmp_path / 'a'}")
+    said = say(*run, "slo.classes=[{tenant: batch, ttft_s: 9}]")
+    found = load_run(tmp_path / "a")
+    num_batch = (found.requests["tenant"] == "batch").sum()
+    assert 0 < found.summary["slo"]["num_met"] == num_batch < 30
+    assert f"SLO          kept by {num_batch / 30:.2%} of requests" in said.out
+    assert str(found.slo).endswith("; tenant batch: TTFT ≤ 9.00\xa0s")
+
+
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [
+        ("[{tenant: b}]", "slo.classes[0] is {'tenant': 'b'}; it must be a mapping with a tenant, a priority or both"),
+        ("[{ttft_s: 1}]", "slo.classes[0] is {'ttft_s': 1}; it must be a mapping with a tenant, a priority or both"),
+        ("[{tenant: b, ttft_s: 1}, 3]", "slo.classes[1] is 3; it must be a mapping with a tenant"),
+        ("[{tenant: b, ttft: 1}]", "a key of slo.classes[0] is 'ttft'; did you mean 'ttft_s'?"),
+        ("[{tenant: b, ttft_s: -1}]", "slo.classes[0].ttft_s is -1; it must be above 0 s, or null (no limit)"),
+        ("[{tenant: b, ttft_s: x}]", "slo.classes[0].ttft_s is 'x'; it must be a number or null"),
+        ("[{tenant: 5, ttft_s: 1}]", "slo.classes[0].tenant is 5; it must be a string or null"),
+        ("[{tenant: ' ', ttft_s: 1}]", "slo.classes[0].tenant is ' '; it must be not empty"),
+        ("[{priority: 1.5, ttft_s: 1}]", "slo.classes[0].priority is 1.5; it must be a whole number or null"),
+        ("[{tenant: b, itl_max_s: 1}] record.token_times=false", "with record.token_times=false no gap between"),
+    ],
+)
+def test_a_class_that_cannot_be_judged_is_told_in_one_line(tmp_path: Path, say: Say, classes: str, said: str) -> None:
+    value, *more = classes.split("] ")
+    given = f"slo.classes={value}{']' * bool(more)}"
+    assert said in say("run", *TINY, *SHORT, given, *more, f"hydra.run.dir={tmp_path / 'a'}").error()
+
+
 @pytest.mark.usefixtures("unrendered")
 def test_the_report_has_what_the_runs_state(tmp_path: Path, say: Say) -> None:
     study = ("report.question='Is the second one faster?'", "report.baseline=prefill_first", "report.margin=0.05")

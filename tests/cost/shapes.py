@@ -1,8 +1,21 @@
-"""Shapes of steps for tests of prices: by hand, and drawn."""
+"""Shapes of steps for tests of prices, by hand and drawn, and what they are priced for."""
+
+from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
+from sim.cost.config import RooflineConfig
+from sim.cost.roofline import RooflineCost
 from testbed.core.plan import BatchShape, PrefillChunk
+from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
+
+MODEL = ModelSpec("m", num_hidden_layers=2, hidden_size=512, intermediate_size=1024, vocab_size=1000)
+DEVICE = DeviceSpec("d")
+BARE = DeviceSpec("bare", step_overhead_ns=0, compute_efficiency=1.0, memory_efficiency=1.0, attention_efficiency=1.0)
+TILED = replace(BARE, flops_per_s=1e9, memory_bytes_per_s=1e30, num_sms=4, attention_tile_rows=16)
+NO_LAUNCH = RooflineConfig(cuda_graphs=False, kernel_launch_ns=0)
 
 chunks = st.builds(PrefillChunk, st.integers(0, 30_000), st.integers(1, 8192))
 
@@ -29,3 +42,7 @@ def decode(num: int, context_each: int = 1000) -> BatchShape:
 
 def prefill(*lengths: int, start: int = 0) -> BatchShape:
     return BatchShape(0, 0, tuple(PrefillChunk(start, n) for n in lengths), len(lengths))
+
+
+def parts_of(shape: BatchShape, model: ModelSpec = MODEL, device: DeviceSpec = BARE, **options: Any) -> dict[str, int]:
+    return RooflineCost(model, device, NO_LAUNCH, **options).breakdown(shape)

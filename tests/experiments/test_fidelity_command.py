@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +15,6 @@ from analysis.load import Run, load_run
 from analysis.plots import style
 from analysis.reading.files import read_yaml
 from experiments.cli import main
-from experiments.fidelity.comparing import FidelityResult, comparison_lines
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRequest, measured
 from experiments.fidelity.outputs import renewed
@@ -443,15 +441,3 @@ def test_a_command_that_fails_leaves_the_result_of_before(base, tmp_path, say):
     assert "scheduler.nope" in error_line(say, base.path, "scheduler.nope=3", "--out", out, "--overwrite")
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_policies_that_the_engine_does_not_tell_apart_have_neither_tau_nor_the_same_best():
-    row = {"metric": "ttft_s.mean", "num_policies": 2, "kendall_tau": 1.0, "sim_winner": "a", "real_winner": "a",
-           "same_winner": True}  # fmt: skip
-    told = row | {"num_told_apart": 1, "num_same_order": 1, "winner_is_clear": True}
-    ranking = pd.DataFrame([told, row | {"num_told_apart": 0, "num_same_order": 0, "winner_is_clear": False}])
-    lines = comparison_lines(FidelityResult((), ((["a", "b"], ranking, []),), None))[-1].splitlines()[-2:]
-    assert [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines] == [
-        ["TTFT mean", "+1.00", "a", "a", "yes", "1 of 1"],
-        ["TTFT mean", "–", "a", "a", "–", "none told apart"],
-    ]

@@ -8,8 +8,10 @@ import shlex
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from experiments.fidelity.comparing import FidelityResult, comparison_lines
 from experiments.fidelity.outputs import BEGIN, END
 from experiments.fidelity.simulating import composed, described
 from experiments.fidelity.study import OURS, read_study, trace_of
@@ -373,3 +375,15 @@ def test_the_published_study_is_read_whole(capsys):
         pytest.skip("set TESTBED_TRACES to a folder with measured/h100_vllm_0.15/runs.json")
     assert fidelity(file) == 0
     assert "Lowest, of those that predict all 9 runs" in capsys.readouterr().out
+
+
+def test_policies_that_the_engine_does_not_tell_apart_have_neither_tau_nor_the_same_best():
+    row = {"metric": "ttft_s.mean", "num_policies": 2, "kendall_tau": 1.0, "sim_winner": "a", "real_winner": "a",
+           "same_winner": True}  # fmt: skip
+    told = row | {"num_told_apart": 1, "num_same_order": 1, "winner_is_clear": True}
+    ranking = pd.DataFrame([told, row | {"num_told_apart": 0, "num_same_order": 0, "winner_is_clear": False}])
+    lines = comparison_lines(FidelityResult((), ((["a", "b"], ranking, []),), None))[-1].splitlines()[-2:]
+    assert [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines] == [
+        ["TTFT mean", "+1.00", "a", "a", "yes", "1 of 1"],
+        ["TTFT mean", "–", "a", "a", "–", "none told apart"],
+    ]

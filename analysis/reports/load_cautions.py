@@ -45,17 +45,17 @@ def _finished_per_s(run: Run) -> float | None:
     return run.summary["num_finished"] / duration_s if duration_s else None
 
 
-_LEFT = 0.5
 _OVER_ALL = Metric("requests/s", "finished_per_s", 1, RATES[0].write, _finished_per_s)
 
 
 def _putting_off(arms: Sequence[Arm], margin: float) -> list[str]:
-    """The arms whose rates differ from the baseline's while requests come, and by less than _LEFT of that (or to the
-    other side) over the whole run."""
+    """The arms whose rates differ from the baseline's by more than the margin while requests come, and over the whole
+    run do not, or to the other side."""
     of_arm = grouped(compare(arms, arms[0], [_OVER_ALL, *RATES], margin), lambda row: row.arm)
     told, limit = [], math.log1p(margin)
     for name, (whole, *rates) in of_arm.items():
-        unlike = [row for row in rates if abs(row.log_ratio) > limit and whole.log_ratio / row.log_ratio < _LEFT]
+        side = {row: math.copysign(1.0, row.log_ratio) for row in rates if abs(row.log_ratio) > limit}
+        unlike = [row for row, sign in side.items() if whole.log_ratio * sign <= limit]
         if unlike and whole.estimate is not None:
             changes = fmt.listing([f"{change_text(row)} {row.metric.label}" for row in unlike])
             whole_text = f"{change_text(whole)} {whole.metric.label} over the whole runs"

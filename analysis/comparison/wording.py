@@ -46,7 +46,8 @@ def reached_text(comparison: Comparison) -> str:
     if value is None or said.startswith("from "):
         return said
     if base and is_unlike(comparison, base):
-        return f"{said}, of the means {fmt.change(100 * (value / base - 1))}"
+        written = _written(comparison, 100 * (value / base - 1))
+        return f"{written[0]}, of the means {written[-1]}"
     return f"{said}, to {comparison.metric.write(value)}"
 
 
@@ -87,10 +88,10 @@ def has_bounds(comparison: Comparison) -> bool:
     return comparison.verdict not in ("identical", "unknown")
 
 
-def _written(comparison: Comparison) -> list[str]:
-    """A relative change, and its interval if it has one, in the same notation (percent or factors)."""
+def _written(comparison: Comparison, *others: float) -> list[str]:
+    """A relative change, its interval if it has one, and other changes (%), in one notation: percent or factors."""
     assert comparison.estimate is not None
-    return fmt.changes(comparison.estimate.percent()[: 3 if has_bounds(comparison) else 1])
+    return fmt.changes([*comparison.estimate.percent()[: 3 if has_bounds(comparison) else 1], *others])
 
 
 def interval_text(comparison: Comparison) -> str:

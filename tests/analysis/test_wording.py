@@ -82,6 +82,8 @@ def test_where_the_means_have_another_change_it_is_told_and_not_what_is_reached(
     estimate = Estimate(math.log(1.1), 0.05, 0.2, 5, "paired t", "log_ratio")
     row = Comparison("arm", LATENCY[0], value, estimate, "higher", base=1.0)
     assert reached_text(row).replace("\u00a0", " ") == said
+    far = Estimate(math.log(8.8), 2.0, 2.4, 5, "paired t", "log_ratio")
+    assert reached_text(Comparison("arm", LATENCY[0], 9.6, far, "higher", base=1.0)) == "×8.8, of the means ×9.6"
 
 
 def test_between_cost_models_nothing_is_better_or_worse():

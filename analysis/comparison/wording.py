@@ -6,7 +6,7 @@ Changes are in percent; changes of shares, such as SLO attainment, are in percen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from analysis import format as fmt
@@ -99,19 +99,35 @@ def interval_text(comparison: Comparison) -> str:
     return " ".join(text for text in (change_text(comparison), bounds_text(comparison)) if text)
 
 
+def correction_text(comparison: Comparison) -> str:
+    """The corrected p-value of a change that is undecided; else ""."""
+    return f"corrected p = {comparison.p_corrected:.2g}" if comparison.verdict == "undecided" else ""
+
+
 def verdict_text(comparison: Comparison, margin: float) -> str:
     """The verdict in words for a table cell."""
     estimate = comparison.estimate
     if comparison.is_alike and estimate is not None:
         return f"the same in all {estimate.num} replicates"
-    if comparison.verdict == "undecided":
-        return f"undecided (corrected p = {comparison.p_corrected:.2g})"
+    if corrected := correction_text(comparison):
+        return f"undecided ({corrected})"
     if comparison.is_claim:
         return comparison.claim
     unknown = "not comparable" if estimate is None else "no interval"
     of = " of the baseline's" if comparison.metric.is_share else ""  # to distinguish it from points
     words = {"equivalent": f"equivalent (±{margin * 100:g}{fmt.SPACE}%{of})", "unknown": unknown}
     return words.get(comparison.verdict, comparison.verdict)
+
+
+def undecided(rows: Sequence[tuple[str, Comparison]]) -> list[str]:
+    """A sentence on the largest change that is undecided, if any is. rows: with the names of what they compare."""
+    those = [(name, row) for name, row in rows if row.verdict == "undecided"]
+    if not those:
+        return []
+    name, row = max(those, key=lambda item: item[1].size)
+    are = f"and {fmt.count(len(those) - 1, 'other change')} are" if len(those) > 1 else "is"
+    told = f"{row.metric.label} of {name} ({interval_text(row)}, {correction_text(row)})"
+    return [f"{told[0].upper()}{told[1:]} {are} undecided: more replicates or longer traces would tell."]
 
 
 def step_text(effect: Effect) -> str:

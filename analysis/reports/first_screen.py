@@ -34,7 +34,7 @@ from analysis.comparison.compare import (
 )
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
-from analysis.comparison.wording import cells_text, change_text, no_more_than, reached_text, step_text
+from analysis.comparison.wording import cells_text, change_text, no_more_than, reached_text, step_text, undecided
 from analysis.load import Run
 from analysis.measures.slo import SLO
 from analysis.naming import apart, factor_name, level_text
@@ -147,8 +147,9 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
         return [*same, under(_over(every), f"{pooled}{_too_little(every, margin)}")]
     if not said and not same and quiet:
         beyond = f"{_no_more_than(every, margin)}{_preempted(every)}{_asked_values(groups, question, slo)}"
-        nothing = f"{pooled}nothing that was compared differs beyond {beyond}{_left_open(every)}"
-        return [under(_over(every), nothing)][:most]
+        told = undecided([(f"{one.name}{one.average and ', on average'}", row) for one in every for row in one.rows])
+        nothing = f"nothing {'else ' if told else ''}that was compared differs"
+        return [*told, under(_over(every), f"{pooled}{nothing} beyond {beyond}{_left_open(every, ['unknown'])}")][:most]
     most -= len(same)
     if len(said) > most:
         num_told = max(1, most - 1)

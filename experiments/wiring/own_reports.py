@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from experiments.configuration.config import RunConfig
 from experiments.configuration.grammar import parsed
@@ -48,39 +48,28 @@ def check_reports(config: RunConfig) -> None:
 def given_plots(texts: Iterable[str]) -> list[OwnPlot]:
     """Returns the plots that --plot names, by a dotted name or as an item of `report.plots`. Raises TestbedError for
     one that cannot be made."""
-    return [_own("--plot", _given(text)) for text in texts]
+    cure = "give one as mine.waiting, or {_target_: mine.waiting, num_bins: 30}"
+    return [_own("--plot", _given("plot", text, cure)) for text in texts]
 
 
 def given_metrics(texts: Iterable[str]) -> list[Metric]:
     """Returns the metrics that --metric names, as items of `report.metrics`. Raises TestbedError for one that cannot be
     made."""
-    metrics = []
-    for text in texts:
-        try:
-            (item,) = ReportConfig(metrics=tuple(_values(_METRICS, text))).metrics
-        except (ConfigError, ValueError):
-            raise ConfigError(
-                f"--metric {text!r} names no metric; give a key of the summary, as queueing_s.p99, or one of your own, "
-                "as {_target_: mine.share_slow, limit_s: 2}"
-            ) from None
-        metrics.append(_metric("--metric", item))
-    return metrics
+    own = "{_target_: mine.share_slow, limit_s: 2}"
+    cure = f"give a key of the summary, as queueing_s.p99, or one of your own, as {own}"
+    return [_metric("--metric", _given("metric", text, cure)) for text in texts]
 
 
-def _given(text: str) -> dict[str, Any]:
+def _given(kind: str, text: str, cure: str) -> Any:
+    """Returns the item of `report.plots` or `report.metrics` that --plot or --metric gives."""
     try:
-        nodes = [{"_target_": value} if isinstance(value, str) else value for value in _values(_PLOTS, text)]
-        (node,) = ReportConfig(plots=tuple(nodes)).plots
+        values: Any = parsed(f"report.{kind}s=[{text}]").value()
+        (value,) = values
+        if kind == "metric":
+            return ReportConfig(metrics=(value,)).metrics[0]
+        return ReportConfig(plots=({"_target_": value} if isinstance(value, str) else value,)).plots[0]
     except (ConfigError, ValueError):
-        raise ConfigError(
-            f"--plot {text!r} names no plot; give one as mine.waiting, or {{_target_: mine.waiting, num_bins: 30}}"
-        ) from None
-    return cast(dict[str, Any], node)
-
-
-def _values(key: str, text: str) -> list[Any]:
-    values: Any = parsed(f"{key}=[{text}]").value()
-    return list(values)
+        raise ConfigError(f"--{kind} {text!r} names no {kind}; {cure}") from None
 
 
 def stated_plots(runs: Sequence[Run]) -> list[OwnPlot]:

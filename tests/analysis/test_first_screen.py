@@ -83,11 +83,15 @@ def test_what_only_the_correction_keeps_from_a_claim_is_not_called_noise() -> No
     interval = Estimate(0.5, 0.1, 0.9, 5, "paired t", "log_ratio")
     open_ = replace(row("a", 0, 0.5), estimate=interval, verdict="undecided", p_corrected=0.055)
     rows = [open_, replace(open_, metric=LATENCY[1], verdict="inside the noise"), replace(open_, arm="b")]
-    none = "Nothing that was compared differs beyond the noise; mean TTFT"
-    assert answer([Compared("", BASE, rows, ())], None) == [f"{none} is undecided."]
+    said = answer([Compared("", BASE, rows, ())], None)
+    assert said == [
+        "Mean TTFT of a against base (+65\u00a0% [+11,\u00a0+146], corrected p = 0.055) and 1 other change are "
+        "undecided: more replicates or longer traces would tell.",
+        "Nothing else that was compared differs beyond the noise.",
+    ]
     effects = [Effect("x.a", 0, 1, open_, (("base", "a"),), None)]
-    for few in (Compared("", BASE, rows[:2], ()), Compared("", BASE, rows[:1], effects)):
-        assert answer([few], None) == [f"{none} (+65\u00a0%) is undecided."]
+    (averaged, *_) = answer([Compared("", BASE, rows[:1], effects)], None)
+    assert averaged.startswith("Mean TTFT of a 1 instead of 0, on average (+65")
     (_, beside) = answer([Compared("", BASE, [open_, row("b", 0, 0.7)], ())], None)
     assert beside == "a against base shows no difference beyond the noise; mean TTFT (+65\u00a0%) is undecided."
     untested = replace(open_, metric=LATENCY[2], verdict="unknown")

@@ -33,7 +33,12 @@ Columns = Mapping[str, str]  # the testbed's field -> the file's name for it
 
 def stream_jsonl(path: str | Path, limit: int | None = None, columns: Columns | None = None) -> StreamedTrace:
     """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit`; see _streamed."""
-    return _streamed("jsonl", path, lambda: islice(_renamed(_objects(path, columns), columns), limit))
+
+    def records() -> Iterator[Record]:
+        objects = _objects(path, columns) if columns else read_objects(path)
+        return islice(_renamed(objects, columns), limit)
+
+    return _streamed("jsonl", path, records)
 
 
 def stream_csv(path: str | Path, limit: int | None = None, columns: Columns | None = None) -> StreamedTrace:
@@ -114,14 +119,13 @@ def _renamed(records: Iterator[Record], columns: Columns | None) -> Iterator[Rec
     )  # fmt: skip
 
 
-def _objects(path: str | Path, columns: Columns | None) -> Iterator[Record]:
+def _objects(path: str | Path, columns: Columns) -> Iterator[Record]:
     """Yields the objects; checks at the end that one has each of the columns, as one alone need not have all."""
     seen: dict[str, None] = {}
     for place, fields in read_objects(path):
-        if columns:
-            seen.update(dict.fromkeys(fields))
+        seen.update(dict.fromkeys(fields))
         yield place, fields
-    if columns and seen:
+    if seen:
         _check_there(path, columns, seen)
 
 

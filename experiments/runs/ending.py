@@ -60,11 +60,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     if is_counted and (counted := costs.quantised_otherwise(config.model)):
         how = "are priced, and take memory," if is_priced else "take memory"
         notes.append(f"{counted}: they {how} as {config.model.dtype}")
-    if config.model.dtype == "fp8" and (is_priced or config.raw["backend"]["name"] == "real"):
-        notes.append(
-            "FP8 weights: the simulator prices kernels that read one byte a weight; backend=real saves memory with "
-            "them, not time (docs/models.md)"
-        )
+    notes += _of_fp8(config)
     if compiled.current().mode == "interpreted" and os.environ.get(compiled.VARIABLE) != "0":
         notes.append(f"the core ran {compiled.current()}, several times slower (docs/compiled.md)")
     if config.record.profiled_steps is not None and config.record.profiled_steps[0] >= manifest["num_steps"]:
@@ -102,6 +98,21 @@ def _of_turns(config: RunConfig, manifest: dict[str, Any], folder: Path) -> Note
         return None
     turns = turns_of(FileRows(folder / "requests.parquet"))
     return squeezed_note(by, turns, is_closed_loop=manifest["trace"]["is_closed_loop"])
+
+
+def _of_fp8(config: RunConfig) -> list[str]:
+    """Returns a note on how 8-bit weights are multiplied, which differs between engines."""
+    if config.model.dtype != "fp8":
+        return []
+    if config.raw["backend"]["name"] == "real":
+        return ["FP8 weights: backend=real saves memory with them, not time (docs/models.md)"]
+    if not (config.is_simulated and isinstance(config.cost, RooflineConfig)):
+        return []
+    if config.cost.multiplies_fp8(config.device):
+        how = "in FP8, with activations quantised before (w8a8), as vLLM on this device"
+    else:
+        how = "at 16 bits (w8a16), one byte read for each"
+    return [f"FP8 weights are multiplied {how}; cost.fp8_gemms chooses; backend=real has w8a16 (docs/models.md)"]
 
 
 def _of_step_times(config: RunConfig, manifest: dict[str, Any]) -> Iterator[str]:

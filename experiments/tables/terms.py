@@ -12,7 +12,9 @@ from analysis.reading.rows import FloatArray
 from experiments.tables.devices import device_spec
 from experiments.tables.roofline import numbers
 from sim.cost.collectives import collectives_of
+from sim.cost.roofline import RooflineCost
 from testbed.specs.device import DeviceSpec
+from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import OperatorTables
 
 _MIN_BYTES, _MAX_ROWS = 8e6, 64  # GEMMs bound by reading weights, as in a decode step
@@ -26,7 +28,7 @@ def term_lines(tables: OperatorTables) -> list[str]:
     """Lines with the fitted terms next to those of the library's device. Empty if the tables have too few points, or
     the library lacks the device."""
     spec = device_spec(tables.device)
-    return [] if spec is None else [*_products(tables, spec), *_all_reduces(tables, spec)]
+    return [] if spec is None else [*_products(tables, spec), *_fp8_products(tables, spec), *_all_reduces(tables, spec)]
 
 
 def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
@@ -60,6 +62,32 @@ def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
             f"gemm_tile_rows={spec.gemm_tile_rows} (device={spec.name} has {spec.compute_efficiency:g})"
         )
     return lines
+
+
+def _fp8_products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
+    """Fits FP8 GEMMs, whose time includes the quantisation of their inputs, as RooflineCost predicts them."""
+    rows = tables.select("gemm", dtype="fp8")
+    m, n, k, ns = (numbers(rows, name) for name in ("m", "n", "k", "time_ns"))
+    many = (n >= _LARGE) & (k >= _LARGE) & (m >= _MANY_ROWS[0]) & (m <= _MANY_ROWS[1])
+    if many.sum() < _MIN_POINTS:
+        return []
+    sizes = np.column_stack([m, k, n])[many].astype(int).tolist()
+    model = ModelSpec("fp8", dtype="fp8")
+
+    def times(share: float) -> FloatArray:
+        cost = RooflineCost(model, replace(spec, fp8_efficiency=share))
+        return np.array([cost.product_ns(num_rows, num_in, num_out, 1) for num_rows, num_in, num_out in sizes])
+
+    def error(share: float) -> str:
+        return f"{100 * np.median(np.abs(times(share) / ns[many] - 1)):.0f} % off in the median"
+
+    start = (spec.fp8_efficiency or 0.5,)
+    (share,) = _minimized(lambda x: _loss(times(float(min(max(abs(x[0]), 1e-6), 1.0))), ns[many]), start)
+    return [
+        f"FP8 products of {_MANY_ROWS[0]} to {_MANY_ROWS[1]:,} rows, with the quantisation of their inputs, fit "
+        f"fp8_efficiency={share:.2g} (device={spec.name} has {spec.fp8_efficiency:g}: {error(spec.fp8_efficiency)}; "
+        f"16-bit arithmetic: {error(0)})"
+    ]
 
 
 def _all_reduces(tables: OperatorTables, spec: DeviceSpec) -> list[str]:

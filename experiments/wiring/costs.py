@@ -41,7 +41,7 @@ from testbed.streams import draw, log_normal
 
 MEASURED_FIELDS = (  # device fields whose change does not affect operators that were measured
     "memory_bytes_per_s", "cache_bytes", "flops_per_s", "interconnect", "interconnect_bytes_per_s",
-    "interconnect_efficiency", "interconnect_latency_ns", "compute_efficiency", "memory_efficiency",
+    "interconnect_efficiency", "interconnect_latency_ns", "compute_efficiency", "fp8_efficiency", "memory_efficiency",
     "attention_efficiency", "num_sms", "attention_tile_rows", "attention_tile_keys", "mixed_attention",
     "attention_floor_ns", "decode_attention_floor_ns", "gemm_tile_rows", "gemm_floor_ns", "kernel_floor_ns",
 )  # fmt: skip
@@ -179,6 +179,8 @@ def unread_settings(config: RunConfig) -> list[str]:
         notes += without_effect("cost", cost, ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why)
     if not filters(config.sampling):
         notes += without_effect("cost", cost, ("filtering",), "sampling that has no top_k or top_p to apply")
+    if config.model.dtype != "fp8":
+        notes += without_effect("cost", cost, ("fp8_gemms",), "weights of more than 8 bits")
     if config.tensor_parallel_size == 1:
         one = "device.tensor_parallel_size=1"
         notes += without_effect("cost", cost, ("logits",), one)

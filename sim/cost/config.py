@@ -6,12 +6,13 @@ from dataclasses import dataclass, fields
 
 from testbed.checks import choose, require, require_whole
 from testbed.errors import ConfigError
-from testbed.specs.device import MIXED_ATTENTION
+from testbed.specs.device import MIXED_ATTENTION, DeviceSpec
 from testbed.specs.ranges import MAX_PART_NS, MAX_SIZE
 
 LOGITS = ("all_gather", "gather")
 OUTSIDE = ("warn", "refuse", "allow")
 FILTERING = ("select", "sort")
+FP8_GEMMS = ("w8a8", "w8a16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,9 @@ class RooflineConfig:
     logits: with several ranks, either every rank gets all logits and samples (all_gather, as vLLM V1), or rank 0
     samples and broadcasts the tokens (gather, as vLLM V0 and nano-vllm). filtering: how `sampling.top_k` and `top_p`
     are applied: by a sort of the whole vocabulary (vLLM before 0.21) or by kernels without a sort (FlashInfer's).
-    mixed_attention: of the attention library, as in DeviceSpec; None: the device's.
+    mixed_attention: of the attention library, as in DeviceSpec; None: the device's. fp8_gemms: how 8-bit weights are
+    multiplied: with activations quantised before each GEMM (w8a8), or at 16 bits (w8a16, as this engine and Marlin);
+    None: w8a8 where the device has it, as vLLM.
     """
 
     cuda_graphs: bool = True  # steps replay a captured graph, padded to its size; larger steps run eagerly
@@ -32,6 +35,7 @@ class RooflineConfig:
     logits: str = "all_gather"
     filtering: str = "select"
     mixed_attention: str | None = None
+    fp8_gemms: str | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -45,6 +49,17 @@ class RooflineConfig:
         choose("cost.filtering", self.filtering, FILTERING)
         if self.mixed_attention is not None:
             choose("cost.mixed_attention", self.mixed_attention, MIXED_ATTENTION)
+        if self.fp8_gemms is not None:
+            choose("cost.fp8_gemms", self.fp8_gemms, FP8_GEMMS)
+
+    def multiplies_fp8(self, device: DeviceSpec) -> bool:
+        """Whether 8-bit weights are multiplied in FP8. Raises ConfigError if that is asked of a device without it."""
+        if self.fp8_gemms == "w8a8" and not device.fp8_efficiency:
+            raise ConfigError(
+                f"cost.fp8_gemms is w8a8, and device {device.name} has no FP8 arithmetic (device.fp8_efficiency is 0); "
+                "choose w8a16, or give that efficiency"
+            )
+        return self.fp8_gemms != "w8a16" and device.fp8_efficiency > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,12 @@ MIN_TILE: Final = 16  # rows: the fewest that tensor cores multiply
 
 def expert_products(
     model: ModelSpec, num_ranks: int, num_tokens: int, num_rows: int, most: int
-) -> list[tuple[str, float, float]]:
-    """Returns (name, FLOPs, bytes) of the GEMMs of one layer's experts on one rank. The model must have experts.
+) -> list[tuple[str, float, float, int]]:
+    """Returns (name, FLOPs, bytes, 8-bit inputs) of the GEMMs of one layer's experts on one rank. The model must have
+    experts.
 
-    num_rows: with a captured graph's padding, whose identical rows count as one more token to the router. most: see
-    computed_rows.
+    Inputs are elements, 0 if the weights have more than 8 bits. num_rows: with a captured graph's padding, whose
+    identical rows count as one more token to the router. most: see computed_rows.
     """
     experts = model.experts
     assert experts is not None
@@ -29,9 +30,13 @@ def expert_products(
     pairs = num_rows * experts.per_token
     touched = touched_experts(experts.num, experts.per_token, num_tokens + (num_rows > num_tokens))
     rows, found = computed_rows(touched, pairs, most), []
-    for name, num_in, num_out in (("experts_gate_up", hidden, 2 * inner), ("experts_down", inner, hidden)):
+    for name, num_in, num_out, num_inputs in (
+        ("experts_gate_up", hidden, 2 * inner, num_rows * hidden),
+        ("experts_down", inner, hidden, pairs * inner),
+    ):
         moved = pairs * (num_in + num_out) * model.activation_dtype_bytes
-        found.append((name, 2 * rows * num_in * num_out, touched * num_in * num_out * model.dtype_bytes + moved))
+        num_bytes = touched * num_in * num_out * model.dtype_bytes + moved
+        found.append((name, 2 * rows * num_in * num_out, num_bytes, num_inputs if model.dtype == "fp8" else 0))
     return found
 
 

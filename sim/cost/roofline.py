@@ -33,6 +33,7 @@ from testbed.specs.model import ModelSpec, check_ranks
 _LARGE_KERNELS: Final = 5  # of a layer: qkv, attention, o, gate-up, down; with experts also the router's GEMM
 _SAMPLER_KERNELS: Final = 10
 _TOKEN_BYTES: Final = 8
+_QUANTISING_BYTES: Final = 5  # to convert one activation to FP8: read for the largest value, read again, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class RooflineCost:
 
     The host's part (the device's step_overhead_ns) is prepare_ns, swaps and copies of blocks are swap_ns, the sampler
     is sample_ns, everything else forward_ns. float32 runs at half of the device's 2-byte rate (TF32), except on a CPU,
-    whose rate is that of float32. fp8 weights save memory traffic only. sampling: parameters of every row; None:
-    greedy. Raises ConfigError if the heads cannot be divided among the ranks.
+    whose rate is that of float32. sampling: parameters of every row; None: greedy. Raises ConfigError if the heads
+    cannot be divided among the ranks, or for FP8 arithmetic on a device without it.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class RooflineCost:
         slow = device.kernel_factor
         rate = device.flops_per_s / slow * (0.5 if model.dtype == "float32" and device.kind != "cpu" else 1.0)
         self._ns_per_flop = 1e9 / (rate * device.compute_efficiency)
+        self._multiplies_fp8 = model.dtype == "fp8" and self.config.multiplies_fp8(device)
+        self._ns_per_fp8_flop = 1e9 / (2 * rate * device.fp8_efficiency) if self._multiplies_fp8 else 0.0
         self._ns_per_byte = slow * 1e9 / (device.memory_bytes_per_s * device.memory_efficiency)
         self._collectives = collectives_of(size, device)
         self._q_size = model.num_attention_heads * model.head_dim // size
@@ -194,17 +197,24 @@ class RooflineCost:
     def _num_kernels(self) -> int:
         """Returns the eager launches of a step: layers, embedding, last norm, LM head, sampler, and collectives."""
         layers, own = self._model.num_hidden_layers, 0 if self._experts is None else 1
-        of_layer = _LARGE_KERNELS + own + len(self._small_kernels)
+        quantising = 4 if self._multiplies_fp8 else 0  # one before each GEMM
+        of_layer = _LARGE_KERNELS + own + quantising + len(self._small_kernels)
         return layers * of_layer + 4 + (2 * layers + 2 if self._size > 1 else 0)
 
     def _matmul_ns(self, times: int, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
         """Returns the ns of `times` GEMMs [num_rows, num_in] x [num_in, num_out]. weight_bytes: of one weight."""
         flops = 2 * -(-num_rows // self._gemm_tile_rows) * self._gemm_tile_rows * num_in * num_out
         num_bytes = num_in * num_out * weight_bytes + num_rows * (num_in + num_out) * self._model.activation_dtype_bytes
-        return self._products_ns(times, flops, num_bytes)
+        num_inputs = num_rows * num_in if weight_bytes == 1 else 0
+        return self._products_ns(times, flops, num_bytes, num_inputs)
 
-    def _products_ns(self, times: int, flops: float, num_bytes: float) -> int:
-        return to_ns(times * (self._gemm_floor_ns + max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte)))
+    def _products_ns(self, times: int, flops: float, num_bytes: float, num_inputs: int) -> int:
+        """num_inputs: elements of 2 bytes among `num_bytes` that FP8 arithmetic converts before; 0: in no case."""
+        if not num_inputs or not self._multiplies_fp8:
+            return to_ns(times * (self._gemm_floor_ns + max(flops * self._ns_per_flop, num_bytes * self._ns_per_byte)))
+        bytes_ns = (num_bytes - num_inputs) * self._ns_per_byte
+        quantising_ns = self._kernel_floor_ns + num_inputs * _QUANTISING_BYTES * self._ns_per_byte
+        return to_ns(times * (quantising_ns + self._gemm_floor_ns + max(flops * self._ns_per_fp8_flop, bytes_ns)))
 
     def product_ns(self, num_rows: int, num_in: int, num_out: int, weight_bytes: int) -> int:
         """Returns the roofline's ns of one GEMM [num_rows, num_in] x [num_in, num_out], also in subclasses.
@@ -229,8 +239,10 @@ class RooflineCost:
             return found or {}
         layers, width = model.num_hidden_layers, model.activation_dtype_bytes
         parts = {"router": self._matmul_ns(layers, num_rows, model.hidden_size, self._experts.num, width)}
-        for name, flops, num_bytes in expert_products(model, self._size, num_tokens, num_rows, self._gemm_tile_rows):
-            parts[name] = self._products_ns(layers, flops, num_bytes)
+        for name, flops, num_bytes, num_inputs in expert_products(
+            model, self._size, num_tokens, num_rows, self._gemm_tile_rows
+        ):
+            parts[name] = self._products_ns(layers, flops, num_bytes, num_inputs)
         self._of_experts[num_tokens, num_rows] = parts
         return parts
 

@@ -108,6 +108,10 @@ class TablesCost(RooflineCost):
             model, device, config, tensor_parallel_size=tensor_parallel_size, kv_layout=kv_layout, sampling=sampling
         )
         self.measured = measured.replace(mixed=None) if self._splits else measured  # that table is of one kernel
+        if model.dtype == "fp8" and not self._multiplies_fp8:  # measured were GEMMs in FP8, but for the LM head
+            _, *head = self.products()[-1]
+            kept = {sizes: part for sizes, part in measured.gemm.items() if [*sizes] == head}
+            self.measured = self.measured.replace(gemm=kept)
         if self.measured.mixed is not None:
             self.unchecked = ""
         self._factor = device.kernel_factor

@@ -25,6 +25,9 @@ _RateOr0 = Annotated[
     float, Expected("a number from 1 to 1e30, or 0", lambda value: number(0, 0)(value) or _RATE(value))
 ]
 _Share = Annotated[float, Expected("a share from 1e-6 to 1", number(1e-6, 1))]
+_ShareOr0 = Annotated[
+    float, Expected("a share from 1e-6 to 1, or 0", lambda value: number(0, 0)(value) or number(1e-6, 1)(value))
+]
 _Factor = Annotated[float, Expected("a number from 0.001 to 1000", number(1e-3, 1e3))]
 _COUNT = whole(1, 10**6)
 _Count = Annotated[int, Expected("a whole number from 1 to 1,000,000", _COUNT)]
@@ -63,6 +66,7 @@ class DeviceSpec:
     host_link_bytes_per_s: _Rate = 55e9  # PCIe, one direction, as measured rather than nominal
     host_link_latency_ns: _Ns = 10_000
     compute_efficiency: _Share = 0.7  # share of flops_per_s that large GEMMs reach
+    fp8_efficiency: _ShareOr0 = 0.0  # share of twice flops_per_s that large FP8 GEMMs reach; 0: no FP8 arithmetic
     memory_efficiency: _Share = 0.85  # share of memory_bytes_per_s that streaming kernels reach
     attention_efficiency: _Share = 0.7  # share of flops_per_s that attention of long prompts reaches
     num_sms: _Count = 1  # multiprocessors

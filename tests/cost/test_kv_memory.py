@@ -75,7 +75,7 @@ def test_a_checkpoint_of_fp8_weights_has_the_price_and_the_blocks_of_a_byte_a_we
     assert compose_config([narrow]).model.dtype == "fp8"
     usable = int(MEMORY * 0.9) - (32 * LAYER + 2 * EMBEDDINGS) - ACTIVATIONS - GRAPHS
     assert blocks(narrow).num_gpu_blocks == usable // (16 * TOKEN) > blocks(wide).num_gpu_blocks
-    step, costs_of = BatchShape(1, 100, (), 1), [price(one) for one in (wide, narrow)]
+    step, costs_of = BatchShape(1, 100, (), 1), [price(wide), price(narrow, "cost.fp8_gemms=w8a16")]
     two, one = (cost.breakdown(step) for cost in costs_of if isinstance(cost, RooflineCost))
     floor = 32 * 1_000  # of a product, at least
     for product in ("qkv", "o", "gate_up", "down"):

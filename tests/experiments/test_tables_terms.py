@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from statistics import median
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -9,6 +12,8 @@ import pytest
 from experiments.configuration.compose import compose_config
 from experiments.tables.terms import term_lines
 from sim.cost.collectives import Collectives
+from sim.cost.roofline import RooflineCost
+from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import OperatorTables
 from tests.cost.test_tables_cost import table
 
@@ -42,3 +47,24 @@ def test_planted_terms_are_found() -> None:
     assert float(fitted["compute_efficiency"]) == pytest.approx(compute, rel=0.03)
     assert term_lines(OperatorTables("another", "ours", rows[0])) == []
     assert term_lines(OperatorTables("h100", "ours", rows[0].slice(0, 10))) == []
+
+
+def test_the_efficiency_of_fp8_products_is_found() -> None:
+    h100 = compose_config(["device=h100"]).device
+    points = [(m, n, k) for m in (128, 512, 4096, 8192) for n in (4096, 14336) for k in (2048, 4096, 8192)]
+
+    def times(share: float) -> list[int]:
+        cost = RooflineCost(ModelSpec("m", dtype="fp8"), replace(h100, fp8_efficiency=share))
+        return [cost.product_ns(m, k, n, 1) for m, n, k in points]
+
+    measured = times(0.4)
+    columns = dict(zip("mnk", map(list, zip(*points, strict=True)), strict=True))
+    rows = table("gemm", columns, [float(ns) for ns in measured], kernel="k", dtype="fp8")
+    (line,) = term_lines(OperatorTables("h100", "ours", rows))
+    said, of_library = line.split(" (device=h100 has 0.52: ")
+    assert said.endswith(" rows, with the quantisation of their inputs, fit fp8_efficiency=0.4")
+    off = [
+        round(100 * median(abs(ns / true - 1) for ns, true in zip(times(share), measured, strict=True)))
+        for share in (0.52, 0)
+    ]
+    assert [int(word) for word in of_library.split() if word.isdigit()] == off

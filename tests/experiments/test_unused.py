@@ -181,8 +181,13 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (["cost=linear", "sampling=recommended"], ["sampling does not change the step times of cost=linear"]),
         (["cost.filtering=sort", "sampling=recommended"], []),
         (["model.dtype=fp8", "cost=constant"], []),
-        (["model.dtype=fp8"], ["FP8 weights: the simulator prices kernels that read one byte a weight; backend=real "
-                               "saves memory with them, not time (docs/models.md)"]),
+        (["model.dtype=fp8"],
+         ["FP8 weights are multiplied in FP8, with activations quantised before (w8a8), as vLLM on this device; "
+          "cost.fp8_gemms chooses; backend=real has w8a16 (docs/models.md)"]),
+        (["model.dtype=fp8", "cost.fp8_gemms=w8a16"],
+         ["FP8 weights are multiplied at 16 bits (w8a16), one byte read for each; "
+          "cost.fp8_gemms chooses; backend=real has w8a16 (docs/models.md)"]),
+        (["cost.fp8_gemms=w8a16"], ["cost.fp8_gemms has no effect with weights of more than 8 bits"]),
     )):  # fmt: skip
         assert main(["run", *latest("trace.num_requests=2", *options, f"hydra.run.dir={tmp_path / str(number)}")]) == 0
         notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]

@@ -9,7 +9,7 @@ from testbed import compiled
 compiled.decide()  # before any module of this package that may be compiled
 
 if TYPE_CHECKING:
-    from experiments.api import replay, simulate
+    from experiments.api import cost_model, replay, simulate
     from experiments.capacity import find_capacity
     from experiments.text import LLM
     from real.text.sampling import SamplingParams
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 _PLACES = {  # imported on first access: pandas and the engine are not loaded for commands that do not need them
     "LLM": "experiments.text",
     "SamplingParams": "real.text.sampling",
+    "cost_model": "experiments.api",
     "find_capacity": "experiments.capacity",
     "replay": "experiments.api",
     "simulate": "experiments.api",
 }
-__all__ = ["LLM", "SamplingParams", "find_capacity", "replay", "simulate"]
+__all__ = ["LLM", "SamplingParams", "cost_model", "find_capacity", "replay", "simulate"]
 
 
 def _put_ours_first() -> None:

@@ -24,7 +24,9 @@ from experiments.runs.interrupt import was_pressed
 from experiments.runs.origin import Origin
 from experiments.runs.run import INTERRUPTED, execute
 from experiments.runs.run_folder import refuse_overwrite, require_writable
+from experiments.wiring.costs import build_cost
 from experiments.wiring.own_traces import checked, of_rows
+from sim.cost.base import CostModel
 from testbed.errors import ConfigError, RunFolderError, TestbedError, TraceError
 from testbed.foreign_text import shown
 from testbed.traces.readers import read_trace
@@ -60,6 +62,14 @@ def replay(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **set
         raise ConfigError(f"replay runs an engine, and backend is {shown(given)}; call simulate, or leave it out")
     with ONE_AT_A_TIME:
         return _run(trace, folder, {"backend": {"name": "real", **backend}, **settings})
+
+
+def cost_model(**settings: Any) -> CostModel:
+    """Returns the cost model of a run with these settings, given as to `simulate`, to price single steps with:
+    `price(shape)` and `breakdown(shape)` take a `testbed.core.plan.BatchShape`. Raises ConfigError."""
+    overrides = to_overrides(settings)
+    refuse_swept(overrides)
+    return build_cost(compose_config(overrides))
 
 
 def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[str, Any]) -> Run:

@@ -194,6 +194,7 @@ _SOURCES: dict[str, tuple[Level, str]] = {
     "recorded": ("good", "a real run's own"),
     "tables": ("fair", "looked up in tables of measured operators"),
     "roofline": ("fair", "from a data sheet"),
+    **dict.fromkeys(("constant", "linear"), ("poor", "made up: they show a mechanism")),
 }
 
 
@@ -213,7 +214,11 @@ class Source(NamedTuple):
     def of(cls, manifest: Mapping[str, Any], config: Mapping[str, Any]) -> Source:
         """config: flat."""
         cost, error = str(manifest.get("cost")), manifest.get("cost_error")
-        level, said = _SOURCES.get(cost, ("poor", "made up: they show a mechanism"))
+        level, said = _SOURCES.get(
+            cost, ("poor", f"of {cost}, a cost model of one's own; nothing says how far it is off")
+        )
+        if manifest.get("cost_kernels") == "estimated":
+            level, said = "poor", f"{said}; its efficiencies and floors are estimates, nobody timed its kernels"
         if {config.get(f"cost.{name}_factor", 1.0) for name in ("host", "device")} != {1.0}:
             level, said = (
                 "poor",

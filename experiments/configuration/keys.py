@@ -47,7 +47,7 @@ _LISTS = {  # example values of keys that hold a list
 }
 _DEFINING = {  # keys without a default: a model or device file must give them
     "model": ("architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-              "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+              "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
     "device": ("kind", "memory_bytes", "memory_bytes_per_s", "flops_per_s"),
 }  # fmt: skip
 _NAMED = ("model", "device", "scheduler")  # groups whose options have names: runs, fits and tables go by them

@@ -16,7 +16,7 @@ from experiments.configuration.saved import saved_config
 from experiments.configuration.settings import PROFILED
 from experiments.runs.environment import versions_in_vllm
 from experiments.wiring import build, build_engine, engines
-from experiments.wiring.costs import fit_file
+from experiments.wiring.costs import fit_file, kernels_of
 from experiments.wiring.traces import check_simulated_output, end_token_ids, forcing, vocab_size, with_ends
 from real.clocks import RealTimeClock
 from real.config import RealConfig
@@ -168,7 +168,8 @@ def prepare_sim(config: RunConfig, trace: TraceLike) -> Prepared:
         build.simulated_pools(config),
         (lambda loops, _: drive(loops[0], priced)) if fleet is None else fleet.run,
         [inbox] if fleet is None else fleet.inboxes,
-        description | {"cost_fit": fit, "cost_error": _error_of(config, priced.cost)},
+        description
+        | {"cost_fit": fit, "cost_error": _error_of(config, priced.cost), "cost_kernels": kernels_of(config)},
         cost=priced.cost,
         sender=sender,
     )

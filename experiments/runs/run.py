@@ -36,7 +36,7 @@ from experiments.runs.replacing import claimed, put_back
 from experiments.runs.run_folder import ABSENT, locked, refuse_overwrite, write_json, writing
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import check_prompts, check_token_ids
-from experiments.wiring.costs import CostEstimator, itemise, watches_of
+from experiments.wiring.costs import CostEstimator, itemise, kernel_notes, watches_of
 from experiments.wiring.engines import batch_limits, status_lines
 from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import build_source, build_trace, describe_trace, end_token_ids
@@ -216,6 +216,7 @@ def _run(
     if not isinstance(trace, Trace):
         manifest["trace"] = describe_trace(trace)  # again: it was read during the run
     described = engines.describe_engines(schedulers, records)
+    step_notes = kernel_notes(config) if config.is_simulated else []
     manifest |= {
         "status": "complete" if failure is None else "partial",
         "failure": None if failure is None else reason_of(failure, folder),
@@ -224,7 +225,7 @@ def _run(
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
-        "cost_notes": [*(note for one in noting for note in one.notes()), *build.pool_notes(config)],
+        "cost_notes": [*(note for one in noting for note in one.notes()), *build.pool_notes(config), *step_notes],
         "num_extrapolated_steps": max([one.num_outside for one in watches if isinstance(one, RangeWatch)], default=0),
         **({} if prepared.replay is None else prepared.replay.describe(described["num_steps"])),
     }

@@ -23,6 +23,7 @@ GAP = 4.0  # neighbours further apart than this factor are not used for interpol
 SLOW = 20.0  # if the median GEMM takes more than this times the data sheet's time, unit or device is wrong
 _LEAST_SLOW_NS = 5_000.0  # data sheet's time from which on SLOW is tested; below, launches may dominate
 _LEAST_SHARE = 0.2  # if the median large point takes less than this share of the data sheet's time, it is an error
+_FEW_LARGE = 4  # large points, from which on their median is judged
 _LEAST_LOAD_NS = 100_000.0  # a point is large if the data sheet's time is above this: launches are negligible
 _APART = ("num_heads", "num_kv_heads", "head_dim", "num_ranks")  # sizes along which points are not compared
 _KEYS = tuple(name for name in OPERATOR_COLUMNS if name not in ("operator", "time_ns", "licence"))
@@ -115,7 +116,7 @@ def _too_slow(rows: Any, spec: DeviceSpec) -> Iterator[tuple[int, str]]:
             bound = bounds_ns("gemm", some, spec)
             large = bound > _LEAST_SLOW_NS
             factors += (some["time_ns"].to_numpy()[large] / bound[large]).tolist()
-    if len(factors) >= 4 and (median := float(np.median(factors))) > SLOW:
+    if len(factors) >= _FEW_LARGE and (median := float(np.median(factors))) > SLOW:
         yield (
             rows.num_rows,
             f"gemm: half of {len(factors):,} large points take more than {median:,.3g} x the time of the data sheet of "
@@ -174,15 +175,31 @@ def _falling(points: _Points, axis: str, found: _Found) -> None:
 
 
 def _too_fast(label: str, rows: Any, points: _Points, operator: str, spec: DeviceSpec, found: _Found) -> None:
-    """Finds points that took less time than the data sheet's rates allow. Raises ProfileError if the median large point
-    took far less, as the unit must be wrong."""
+    """Finds points that took less time than the data sheet's rates allow."""
     bound, time_ns = bounds_ns(operator, rows, spec), rows["time_ns"].to_numpy()
+    _check_unit(label, bound, time_ns, spec)
+    found.add(points, points.of_row, bound / time_ns, 1.0)
+
+
+def check_units(tables: OperatorTables, spec: DeviceSpec) -> None:
+    """Raises ProfileError if the times of an operator are so far below what the device allows that their unit must be
+    wrong. `checked` does so too, and takes seconds for large tables."""
+    for operator in OPERATORS:
+        rows = tables.select(operator)
+        dtypes = rows["dtype"].to_numpy(zero_copy_only=False)
+        for dtype in sorted(set(dtypes)):
+            if has_bound(operator, dtype):
+                some = rows.filter(dtypes == dtype)
+                _check_unit(f"{operator} {dtype}", bounds_ns(operator, some, spec), some["time_ns"].to_numpy(), spec)
+
+
+def _check_unit(label: str, bound: FloatArray, time_ns: FloatArray, spec: DeviceSpec) -> None:
+    """Raises ProfileError if the median large point took far less than the data sheet's time."""
     large = bound > _LEAST_LOAD_NS
-    if large.sum() >= 10:
+    if large.sum() >= _FEW_LARGE:
         share = float(np.median(time_ns[large] / bound[large]))
         if share < _LEAST_SHARE:
             raise ProfileError(
                 f"{label}: half of {int(large.sum()):,} large points take less than {share:.3g} of the least time that "
                 f"the data sheet of {spec.name} allows; is it this device, and are its times in the right unit?"
             )
-    found.add(points, points.of_row, bound / time_ns, 1.0)

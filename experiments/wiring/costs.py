@@ -53,6 +53,7 @@ PRICED_FIELDS = (  # device fields on which only step times depend
     *MEASURED_FIELDS, "interconnect_factor", "host_link_bytes_per_s", "host_link_latency_ns", "kernel_factor",
     "step_overhead_ns",
 )  # fmt: skip
+ESTIMATED = ("cpu", "mi300x", "t4")  # the library's devices whose kernels nobody timed
 _Cost = TypeVar("_Cost", bound=RooflineCost)
 
 
@@ -110,7 +111,8 @@ def _own(config: RunConfig, node: dict[str, Any]) -> CostModel:
         raise ConfigError(f"cost: {node['_target_']} lacks price; see docs/extending.md")
     if has_method(model, "bind", "cost", node["_target_"]):
         with failures_named(config):
-            model.bind(CostContext(config.model, config.device, config.seed, cost))
+            size, layout = config.tensor_parallel_size, _kv_layout(config)
+            model.bind(CostContext(config.model, config.device, config.seed, cost, size, layout, config.sampling))
     return cast(CostModel, model)
 
 
@@ -189,6 +191,31 @@ def unread_settings(config: RunConfig) -> list[str]:
     return notes
 
 
+def kernels_of(config: RunConfig) -> str | None:
+    """Returns what the roofline's efficiencies and floors are: "measured", of timed kernels of this device as it is, or
+    "estimated". None for other cost models."""
+    if not isinstance(config.cost, RooflineConfig) or isinstance(config.cost, TablesConfig):
+        return None
+    device = config.device
+    is_timed = device_spec(device.name) is not None and device.name not in ESTIMATED
+    changed = [name for name in unlike_the_library(device, MEASURED_FIELDS) if not name.startswith("interconnect")]
+    return "measured" if is_timed and not changed else "estimated"
+
+
+def kernel_notes(config: RunConfig) -> list[str]:
+    """Returns a note if a GPU's step times rest on estimates of its kernels."""
+    device = config.device
+    if kernels_of(config) != "estimated" or device.kind == "cpu":
+        return []
+    note = f"step times: nobody timed kernels of {device.name} as it is here: its efficiencies and floors are estimates"
+    if not device.gemm_floor_ns and not device.kernel_floor_ns:
+        note += (
+            "; without floors (device.gemm_floor_ns and kernel_floor_ns are 0) small steps come out several times too "
+            "short: let its file begin with a device like it, as `defaults: [h100, _self_]`"
+        )
+    return [note]
+
+
 def unlike_the_library(device: DeviceSpec, names: Sequence[str]) -> list[str]:
     """Returns those of the fields in which a device differs from the library's device of the same name."""
     known = device_spec(device.name)
@@ -219,9 +246,13 @@ def _roofline(kind: Callable[..., _Cost], config: RunConfig, options: RooflineCo
         config.device,
         options,
         tensor_parallel_size=config.tensor_parallel_size,
-        kv_layout=KVLayout(config.cache.block_size, config.cache.kv_dtype, config.sliding_window),
+        kv_layout=_kv_layout(config),
         sampling=config.sampling,
     )
+
+
+def _kv_layout(config: RunConfig) -> KVLayout:
+    return KVLayout(config.cache.block_size, config.cache.kv_dtype, config.sliding_window)
 
 
 def _tables(config: RunConfig, options: TablesConfig) -> TablesCost:
@@ -253,7 +284,10 @@ def _measured(
     from sim.cost.measured import measure
 
     if source.file is not None:
+        from experiments.tables.doubts import check_units
+
         tables = of_engine(read_operator_tables(source.file), source.engine, source.version, source.file)
+        check_units(tables, device)  # no import of ours may have written the file
     else:
         from experiments.tables.aiconfigurator import load
 

@@ -49,7 +49,7 @@ class Collectives:
     ) -> None:
         self.size, self.link_bytes_per_s, self.latency_ns = size, link_bytes_per_s, latency_ns
         self.is_switched, self.factor = is_switched, factor
-        self._ns_per_byte = 1e9 / link_bytes_per_s * factor
+        self._ns_per_byte = 1e9 / link_bytes_per_s * factor if size > 1 else 0.0  # one rank needs no link
         self._hop_ns = latency_ns * factor
         self._depth = (size - 1).bit_length()  # ceil(log2 size)
 

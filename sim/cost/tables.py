@@ -115,6 +115,9 @@ class TablesCost(RooflineCost):
         if self.measured.mixed is not None:
             self.unchecked = ""
         self._factor = device.kernel_factor
+        layout = kv_layout or KVLayout()
+        is_counted = layout.sliding_window is None and not (layout.kv_dtype or "").startswith("fp8")
+        self._least_ns_per_pair = self._attention_ns_per_pair * device.attention_efficiency if is_counted else 0.0
         self._collectives = MeasuredCollectives(self._collectives, measured)
         self._decodes: dict[int, Grid] = {}  # sequences -> ns over the sum of their contexts
 
@@ -193,7 +196,7 @@ class TablesCost(RooflineCost):
             return whole_ns
         alone_ns = whole_ns if num_decodes == 0 else self._mixed.ns(tiles, 0, 0, 0)
         ratio, num_tokens, start = _chunks_by(measured.prefill.grid, prefills)
-        prefill_ns = alone_ns * ratio
+        prefill_ns = max(alone_ns * ratio, self._least_ns(prefills))
         if num_decodes == 0 or measured.mixed is None:
             return to_ns(prefill_ns + whole_ns - alone_ns)
         grid = measured.mixed.grid
@@ -203,6 +206,14 @@ class TablesCost(RooflineCost):
         grid.seek(3, context / num_decodes)
         mixed_ns = whole_ns * grid.value()
         return to_ns(max(mixed_ns, prefill_ns))  # prompts are never cheaper with decodes next to them
+
+    def _least_ns(self, prefills: tuple[PrefillChunk, ...]) -> float:
+        """Returns the ns of the chunks' arithmetic at the data sheet's rate: a short prompt's ratio, which is applied
+        to a chunk behind a context that no table has, may be too low for it."""
+        pairs = 0
+        for chunk in prefills:
+            pairs += chunk.num_tokens * chunk.start + chunk.num_tokens * (chunk.num_tokens + 1) // 2
+        return pairs * self._least_ns_per_pair
 
     def _elementwise_ns(self, num_tokens: int) -> float:
         return self._small_ns(self.measured.elementwise, num_tokens, super()._elementwise_ns)

@@ -11,7 +11,7 @@ from testbed.foreign_text import number, whole
 from testbed.specs.ranges import MAX_PART_NS, Expected
 
 DEVICE_KINDS = ("cuda", "cpu")
-INTERCONNECTS = ("nvlink", "xgmi", "pcie_p2p", "pcie_host")
+INTERCONNECTS = ("none", "nvlink", "xgmi", "pcie_p2p", "pcie_host")
 MIXED_ATTENTION = ("packed", "unpacked", "split")
 
 _Name = Annotated[str, Expected("a name", lambda value: isinstance(value, str) and bool(value))]
@@ -57,8 +57,8 @@ class DeviceSpec:
     memory_bytes_per_s: _Rate = 3.35e12
     cache_bytes: _BytesOr0 = 0  # of the last-level cache, shared by all multiprocessors
     flops_per_s: _Rate = 989e12  # dense, at 2-byte precision
-    interconnect: _Interconnect = "nvlink"  # how devices reach one another: nvlink, xgmi (as published), pcie_*
-    interconnect_bytes_per_s: _RateOr0 = 450e9  # one direction, of a device (nvlink) or of a link (xgmi); 0: none
+    interconnect: _Interconnect = "none"  # how devices reach one another: nvlink, xgmi (as published), pcie_*
+    interconnect_bytes_per_s: _RateOr0 = 0.0  # one direction, of a device (nvlink) or of a link (xgmi); 0: none
     interconnect_efficiency: _Share = 1.0  # share of it that collectives reach; used for nvlink and xgmi
     interconnect_max_ranks: _CountOrNone = None  # devices that it joins at most; used for nvlink and xgmi
     interconnect_latency_ns: _Ns = 5_000  # of one hop; used for nvlink and xgmi
@@ -86,7 +86,7 @@ class DeviceSpec:
         for field, expected in DEVICE_FIELDS.items():
             value = getattr(self, field)
             require(f"device.{field}", value, expected.holds(value), expected.text)
-        if not self.is_over_pcie and not self.interconnect_bytes_per_s:
+        if self.interconnect in ("nvlink", "xgmi") and not self.interconnect_bytes_per_s:
             raise ConfigError(
                 f"device.interconnect={self.interconnect}, and {self.name} has none: choose pcie_p2p or pcie_host, or "
                 "give the rate of one direction, device.interconnect_bytes_per_s"
@@ -98,7 +98,12 @@ class DeviceSpec:
         return self.interconnect.startswith("pcie_")
 
     def check_joins(self, tensor_parallel_size: int) -> None:
-        """Raises ConfigError if one interconnect does not join as many devices."""
+        """Raises ConfigError if no interconnect is known, or if one does not join as many devices."""
+        if self.interconnect == "none" and tensor_parallel_size > 1:
+            raise ConfigError(
+                f"device.tensor_parallel_size is {tensor_parallel_size}, and device {self.name} names no interconnect; "
+                f"set device.interconnect to one of {', '.join(INTERCONNECTS[1:])}"
+            )
         most = None if self.is_over_pcie else self.interconnect_max_ranks
         if most is not None and tensor_parallel_size > most:
             raise ConfigError(

@@ -12,8 +12,11 @@ from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 
 MODEL = ModelSpec("m", num_hidden_layers=2, hidden_size=512, intermediate_size=1024, vocab_size=1000)
-DEVICE = DeviceSpec("d")
-BARE = DeviceSpec("bare", step_overhead_ns=0, compute_efficiency=1.0, memory_efficiency=1.0, attention_efficiency=1.0)
+LINK: dict[str, Any] = {"interconnect": "nvlink", "interconnect_bytes_per_s": 450e9}
+DEVICE = DeviceSpec("d", **LINK)
+BARE = DeviceSpec(
+    "bare", step_overhead_ns=0, compute_efficiency=1.0, memory_efficiency=1.0, attention_efficiency=1.0, **LINK
+)
 TILED = replace(BARE, flops_per_s=1e9, memory_bytes_per_s=1e30, num_sms=4, attention_tile_rows=16)
 NO_LAUNCH = RooflineConfig(cuda_graphs=False, kernel_launch_ns=0)
 

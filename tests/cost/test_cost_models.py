@@ -299,7 +299,8 @@ def test_the_ends_of_every_range_have_prices(rate, share, ns, size, dtype):
     """Each rate, share, latency and dimension at the end of what it may be: the price is a whole number of ns."""
     rates = dict.fromkeys([name for name in DEVICE_FIELDS if name.endswith("_per_s")], rate)
     times = dict.fromkeys([name for name in DEVICE_FIELDS if name.endswith("_ns")], ns)
-    device = DeviceSpec("end", **rates, **times, compute_efficiency=share, memory_efficiency=share)
+    shares = {"compute_efficiency": share, "memory_efficiency": share, "fp8_efficiency": share}
+    device = DeviceSpec("end", interconnect="nvlink", **rates, **times, **shares)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     largest = dict.fromkeys((*names, "head_dim", "vocab_size"), MAX_SIZE if size != 2 else MAX_SIZE - 1)
     config = RooflineConfig(kernel_launch_ns=ns, graph_launch_ns=ns)

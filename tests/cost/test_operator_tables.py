@@ -25,7 +25,9 @@ from testbed.specs.operator_tables import (
 )
 
 NAMES = {"kernel": "k", "dtype": "bfloat16", "engine": "vllm 1", "source": "made up", "licence": "none"}
-SHEET = DeviceSpec("h100", memory_bytes_per_s=1e12, flops_per_s=1e14, interconnect_bytes_per_s=1e11)
+SHEET = DeviceSpec(
+    "h100", memory_bytes_per_s=1e12, flops_per_s=1e14, interconnect="nvlink", interconnect_bytes_per_s=1e11
+)
 
 
 def products(m, time_ns, n=64, k=64):

@@ -16,9 +16,10 @@ from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 
 EXACT = {"step_overhead_ns": 0, "compute_efficiency": 1.0, "memory_efficiency": 1.0, "attention_efficiency": 1.0,
-         "interconnect_latency_ns": 0}  # fmt: skip
+         "interconnect": "nvlink", "interconnect_bytes_per_s": 450e9, "interconnect_latency_ns": 0}  # fmt: skip
 ARITHMETIC = DeviceSpec("flops", flops_per_s=1e9, memory_bytes_per_s=1e30, **EXACT)  # 1 ns a FLOP, memory is free
 MEMORY = DeviceSpec("bytes", flops_per_s=1e30, memory_bytes_per_s=1e9, **EXACT)  # 1 ns a byte, arithmetic is free
+FREE = DeviceSpec("x", flops_per_s=1e30, memory_bytes_per_s=1e30, **EXACT)  # but for talking
 BARE = RooflineConfig(cuda_graphs=False, kernel_launch_ns=0)
 
 QWEN = ModelSpec("q", hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=8,
@@ -174,7 +175,7 @@ def test_an_eager_step_waits_for_the_launch_of_every_kernel(model, size):
         launches += kernels_of(model)
         launches += ["all-reduce"] * 2 if size > 1 else []  # after o, after the MLP
     launches += ["norm", "LM head", *(["gather"] if size > 1 else []), "sampler"]
-    at_once = DeviceSpec("x", flops_per_s=1e30, memory_bytes_per_s=1e30, interconnect_bytes_per_s=1e30, **EXACT)
+    at_once = replace(FREE, interconnect_bytes_per_s=1e30)
     config = RooflineConfig(cuda_graphs=False, kernel_launch_ns=1000)
     cost = RooflineCost(model, at_once, config, tensor_parallel_size=size)
     for shape in (BatchShape(3, 30, (), 3), BatchShape(0, 0, (PrefillChunk(0, 9),), 1)):
@@ -204,8 +205,8 @@ def test_a_captured_step_with_prompts_computes_the_tokens_that_pad_it_and_attend
 def test_rank_0_tells_the_others_each_sampled_token(num_samples, size):
     """Links of 1 ns a byte, or of 1000 ns a hop: a token is 8 bytes; the faster of a binomial tree and of a ring."""
     depth = {2: 1, 4: 2}[size]
-    free = DeviceSpec("x", flops_per_s=1e30, memory_bytes_per_s=1e30, interconnect_bytes_per_s=1e9, **EXACT)
-    far = replace(free, interconnect_bytes_per_s=1e30, interconnect_latency_ns=1000)
+    free = replace(FREE, interconnect_bytes_per_s=1e9)
+    far = replace(FREE, interconnect_bytes_per_s=1e30, interconnect_latency_ns=1000)
     num_bytes = sum(8 for _ in range(num_samples))
     expected = {
         ("gather", free): min(depth * num_bytes, 2 * (size - 1) * num_bytes / size),
@@ -223,7 +224,7 @@ def test_rank_0_tells_the_others_each_sampled_token(num_samples, size):
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float16", 2), ("float32", 4), ("fp8", 2)])
 def test_ranks_gather_logits_in_the_format_of_the_activations(dtype, width):
     """As the engine's LMHead does, and vLLM's: they become float32 afterwards. Links of 1 ns a byte."""
-    near = DeviceSpec("x", flops_per_s=1e30, memory_bytes_per_s=1e30, interconnect_bytes_per_s=1e9, **EXACT)
+    near = replace(FREE, interconnect_bytes_per_s=1e9)
     model = replace(QWEN, dtype=dtype)
     for size, logits in itertools.product((2, 4), ("all_gather", "gather")):
         cost = RooflineCost(model, near, replace(BARE, logits=logits), tensor_parallel_size=size)

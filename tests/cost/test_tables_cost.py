@@ -21,13 +21,13 @@ from testbed.errors import ConfigError, ProfileError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 from testbed.specs.operator_tables import OperatorTables
-from tests.cost.shapes import decode, prefill, shapes
+from tests.cost.shapes import LINK, decode, prefill, shapes
 
 MODEL = ModelSpec(
     "m", architecture="LlamaForCausalLM", num_hidden_layers=3, hidden_size=1024, intermediate_size=2048,
     num_attention_heads=8, num_key_value_heads=2, head_dim=128, vocab_size=4096, tie_word_embeddings=False,
 )  # fmt: skip
-DEVICE = DeviceSpec("d", num_sms=8, attention_tile_rows=64, gemm_floor_ns=2000, kernel_floor_ns=2000)
+DEVICE = DeviceSpec("d", num_sms=8, attention_tile_rows=64, gemm_floor_ns=2000, kernel_floor_ns=2000, **LINK)
 CONFIG = RooflineConfig()
 LABELS = {"engine": "vllm 0", "source": "us 1", "licence": "MIT"}
 ROWS = [1, 8, 64, 512, 4096]
@@ -402,3 +402,22 @@ def test_experts_are_the_rooflines_and_a_run_says_so():
         assert cost.origins(shape)[name] == ROOFLINE
     assert cost.origins(shape)["qkv"] == MEASURED
     assert parts["qkv"] != by_roofline["qkv"]
+
+
+def test_chunks_behind_a_context_that_no_table_has_take_at_least_their_arithmetic():
+    """Prompts that all begin at 0, a short one a hundred times as fast as the roofline says: its floors are wrong."""
+    points = [(1, c, 0) for c in (16, 128, 1024)]
+    times = [1e-2 * roofline().breakdown(prefill(c))["attention_prefill"] / 3 for _, c, _ in points]
+    rows = attention("attention_prefill", points, ("batch", "new_tokens", "context"), times)
+    for start in (0, 512, 100_000):
+        for num_tokens in (16, 128):
+            pairs = sum(start + position + 1 for position in range(num_tokens))
+            least_ns = 3 * 4 * 8 * 128 * pairs / DEVICE.flops_per_s * 1e9
+            found = priced(rows).breakdown(prefill(num_tokens, start=start))["attention_prefill"]
+            assert found >= round(least_ns)
+            assert start < 100_000 or found == round(least_ns)
+
+
+def test_times_of_a_file_in_another_unit_are_refused(tmp_path):
+    with pytest.raises(ProfileError, match=r"gemm bfloat16: half of 4 large points take less than .* the right unit"):
+        configured(tmp_path, products(1e-3, [(4096, 4096)] * 4))

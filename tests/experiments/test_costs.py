@@ -9,6 +9,8 @@ import pytest
 
 from analysis.measures.operators import format_operators, load_operators, operator_table
 from analysis.reports.report import report_from_folders
+from analysis.reports.trust import Source
+from experiments import cost_model
 from experiments.cli import main
 from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import saved_config
@@ -21,7 +23,7 @@ from sim.cost.roofline import RooflineCost
 from testbed import compiled
 from testbed.core.outcome import Spans
 from testbed.core.plan import BatchShape, PrefillChunk
-from testbed.errors import RunFolderError
+from testbed.errors import ConfigError, RunFolderError
 from testbed.specs.device import DeviceSpec
 from testbed.specs.profiles import write_profile
 from tests.cost.profiling import MODEL, grid, manifest, measured
@@ -38,9 +40,9 @@ def run(folder: Path, *overrides: str) -> Path:
     return folder
 
 
-def own(folder: Path, name: str) -> list[str]:
-    """The arguments that choose the class of OWN of this name."""
-    (folder / "own_costs.py").write_text(OWN)
+def own(folder: Path, name: str, more: str = "") -> list[str]:
+    """The arguments that choose the class of OWN, or of more classes, of this name."""
+    (folder / "own_costs.py").write_text(OWN + more)
     (folder / "conf" / "cost").mkdir(parents=True, exist_ok=True)
     (folder / "conf" / "cost" / "own.yaml").write_text(f"_target_: own_costs.{name}\n")
     return ["--config-dir", str(folder / "conf"), "cost=own"]
@@ -178,6 +180,31 @@ def test_a_breakdown_that_does_not_add_up_is_one_line(tmp_path, monkeypatch, say
     monkeypatch.syspath_prepend(str(tmp_path))
     priced = ("record.operators=true", f"hydra.run.dir={tmp_path / 'run'}")
     assert told in say("run", *own(tmp_path, name), *FEW, *priced).error()
+
+
+def test_an_own_model_knows_ranks_cache_and_sampling(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = """
+class Told(Plain):
+    def bind(self, context):
+        assert context.tensor_parallel_size == 2 and context.kv_layout.kv_dtype == "fp8"
+        assert context.kv_layout.block_size == 32 and context.sampling.top_k == 5
+"""
+    more = ("device.tensor_parallel_size=2", "cache.kv_dtype=fp8", "cache.block_size=32", "sampling.top_k=5")
+    folder = run(tmp_path / "run", *own(tmp_path, "Told", told), *FEW, *more)
+    source = Source.of(manifest_of(folder), {})
+    assert source.level == "poor"
+    assert source.said == "of own_costs.Told, a cost model of one's own; nothing says how far it is off"
+
+
+def test_a_cost_model_prices_single_steps():
+    shape = BatchShape(64, 64 * 2000, (PrefillChunk(8000, 512),), 64)
+    one, two = (
+        cost_model(model="llama3.1_8b", device={"name": "h100", "tensor_parallel_size": ranks}) for ranks in (1, 2)
+    )
+    assert sum(one.breakdown(shape).values()) == one.price(shape).total_ns > two.price(shape).total_ns
+    with pytest.raises(ConfigError, match=r"cost\.path"):
+        cost_model(cost={"name": "roofline", "path": "x"})
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

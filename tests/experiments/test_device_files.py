@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from analysis import load
+from analysis.reports.trust import Source
 from experiments.configuration.compose import compose_config
 from experiments.configuration.options import read_option
 from experiments.configuration.saved import read_config
@@ -68,7 +70,7 @@ def test_a_bad_value_is_named_with_what_it_must_be(field, value, message):
 def test_impossible_numbers_are_refused(field, value):
     is_no_link = field == "interconnect_bytes_per_s" and value == 0
     with pytest.raises(ConfigError, match="d has none" if is_no_link else rf"device\.{field} is .*; it must be a "):
-        DeviceSpec("d", **{field: value})
+        DeviceSpec("d", interconnect="nvlink", **{"interconnect_bytes_per_s": 1e11, field: value})
 
 
 @pytest.mark.parametrize(
@@ -234,3 +236,35 @@ def test_a_preset_in_a_folder_of_a_folder_is_told_in_one_line(here: Path, say: S
     option(here / "conf", "scheduler/deep/ours", "defaults: [/scheduler/sarathi, _self_]\n")
     error = say("run", "--config-dir", "conf", "scheduler=deep/ours", "hydra.run.dir=run").error()
     assert error.startswith(f"{here}/conf/scheduler/deep/ours.yaml begins with no option of scheduler; begin with")
+
+
+def test_ranks_on_a_device_that_names_no_interconnect_are_refused(tmp_path, say):
+    text = "kind: cuda\nmemory_bytes: 288000000000\nmemory_bytes_per_s: 8e12\nflops_per_s: 2.5e15\n"
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "mine.yaml").write_text(f"defaults: [_schema, _self_]\nname: mine\n{text}")
+    few = ("trace.num_requests=2", "device=mine", "--config-dir", str(tmp_path))
+    say("run", *few, f"hydra.run.dir={tmp_path / 'one'}").success()
+    refused = say("run", *few, "device.tensor_parallel_size=2", f"hydra.run.dir={tmp_path / 'two'}").error()
+    assert "device mine names no interconnect; set device.interconnect to one of nvlink, xgmi, pcie_p2p" in refused
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "has_floors"),
+    [
+        (("device=h100",), "fair", None),
+        (("device=h100", "device.step_overhead_ns=9", "device.memory_bytes=90000000000"), "fair", None),
+        (("device=mi300x",), "poor", True),
+        (("device=h100", "device.flops_per_s=2e15"), "poor", True),
+        (("device=h100", "device.gemm_floor_ns=0", "device.kernel_floor_ns=0"), "poor", False),
+        (("device=mi300x", "cost=linear"), None, None),
+    ],
+)
+def test_step_times_of_kernels_that_nobody_timed_are_trusted_less(tmp_path, say, options, level, has_floors):
+    said = say("run", "trace.num_requests=2", *options, f"hydra.run.dir={tmp_path / 'run'}").success()
+    run = load(tmp_path / "run")
+    source = Source.of(run.manifest, run.flat_config)
+    assert run.manifest["cost_kernels"] == {"fair": "measured", "poor": "estimated", None: None}[level]
+    assert source.level == (level or "poor")
+    assert ("nobody timed" in source.said) == (level == "poor")
+    assert (f"nobody timed kernels of {run.manifest['device']}" in said) == (has_floors is not None)
+    assert ("without floors (device.gemm_floor_ns and kernel_floor_ns are 0)" in said) == (has_floors is False)

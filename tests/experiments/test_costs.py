@@ -40,9 +40,9 @@ def run(folder: Path, *overrides: str) -> Path:
     return folder
 
 
-def own(folder: Path, name: str, more: str = "") -> list[str]:
-    """The arguments that choose the class of OWN, or of more classes, of this name."""
-    (folder / "own_costs.py").write_text(OWN + more)
+def own(folder: Path, name: str) -> list[str]:
+    """The arguments that choose the class of OWN of this name."""
+    (folder / "own_costs.py").write_text(OWN)
     (folder / "conf" / "cost").mkdir(parents=True, exist_ok=True)
     (folder / "conf" / "cost" / "own.yaml").write_text(f"_target_: own_costs.{name}\n")
     return ["--config-dir", str(folder / "conf"), "cost=own"]
@@ -163,6 +163,11 @@ class Below(Plain):
     def breakdown(self, shape):
         return {"all": 16 + sum(self.price(shape)), "credit": -16}
 
+class Told(Plain):
+    def bind(self, context):
+        assert context.tensor_parallel_size == 2 and context.kv_layout.kv_dtype == "fp8"
+        assert context.kv_layout.block_size == 32 and context.sampling.top_k == 5
+
 class Endless(Plain):
     def price(self, shape):
         return Spans(forward_ns=10**400)
@@ -184,14 +189,8 @@ def test_a_breakdown_that_does_not_add_up_is_one_line(tmp_path, monkeypatch, say
 
 def test_an_own_model_knows_ranks_cache_and_sampling(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    told = """
-class Told(Plain):
-    def bind(self, context):
-        assert context.tensor_parallel_size == 2 and context.kv_layout.kv_dtype == "fp8"
-        assert context.kv_layout.block_size == 32 and context.sampling.top_k == 5
-"""
     more = ("device.tensor_parallel_size=2", "cache.kv_dtype=fp8", "cache.block_size=32", "sampling.top_k=5")
-    folder = run(tmp_path / "run", *own(tmp_path, "Told", told), *FEW, *more)
+    folder = run(tmp_path / "run", *own(tmp_path, "Told"), *FEW, *more)
     source = Source.of(manifest_of(folder), {})
     assert source.level == "poor"
     assert source.said == "of own_costs.Told, a cost model of one's own; nothing says how far it is off"

@@ -6,10 +6,11 @@ import argparse
 import itertools
 import shlex
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from analysis.load import Run, load_sweep, relative, swept_keys
 from analysis.naming import labels_of, level_names
@@ -17,7 +18,7 @@ from experiments.configuration.overrides import refuse_repeated, with_searched
 from experiments.console import Parser, as_markdown
 from experiments.fidelity import comparing, study_report
 from experiments.fidelity.comparing import compare, comparison_lines, metric_name
-from experiments.fidelity.fitting import Fitted, fit_study, parse_names
+from experiments.fidelity.fitting import parse_names
 from experiments.fidelity.formats import FORMATS, RUN_FOLDER, check_format, read_files
 from experiments.fidelity.loads import Load, file_loads, folder_load
 from experiments.fidelity.measured import MeasuredRun
@@ -34,7 +35,7 @@ from experiments.fidelity.outputs import (
 )
 from experiments.fidelity.simulating import by_key, check_overrides, variant
 from experiments.fidelity.study import WHOLE, StudyRun
-from experiments.fidelity.study_report import beside, check_study, page_lines, scores, simulate_study, study_lines
+from experiments.fidelity.study_report import arms_of, fit_study, page_lines, scores, simulate_study, study_lines
 from experiments.runs.run_folder import refuse_existing, write_json
 from testbed.errors import ConfigError, TraceError
 from testbed.output import written
@@ -63,10 +64,17 @@ def main(arguments: list[str]) -> int:
     whole = nullcontext() if options.out is None else renewed(options.out, overwrite=options.overwrite)
     with whole, TemporaryDirectory(prefix="testbed-") as scratch:
         if read.study:
-            text = _study(read.study, overrides, options)
+            found = _study(read.study, overrides, options)
         else:
             runs = Path(scratch, RUNS) if options.out is None else options.out / RUNS
-            text = _loads(read.measured, folders, overrides, options, runs, Path(scratch, "fit"))
+            found = _loads(read.measured, folders, overrides, options, runs, Path(scratch, "fit"))
+        text = "\n".join(found.lines)
+        if options.page is not None:
+            write_page(options.page, options.arguments, found.page)
+        if options.out is not None:
+            _write(options, text, found)
+            text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png"
+            text += "" if read.study else f"; the runs: testbed report {options.out / RUNS}"
     print(text)
     return 0
 
@@ -117,11 +125,20 @@ def _check(options: argparse.Namespace, inputs: list[Path], overrides: list[str]
             raise TraceError(f"{path} is one table of a run; give the run's folder: {path.parent}")
 
 
+class _Found(NamedTuple):
+    """A result. lines: printed; page: those of them for --page. values: for fidelity.json. draw: makes the figure."""
+
+    lines: list[str]
+    page: list[str]
+    values: dict[str, Any]
+    draw: Callable[[], Figure]
+
+
 def _loads(
     files: list[MeasuredRun], folders: list[Path], overrides: list[str], options: argparse.Namespace, runs: Path,
     scratch: Path,
-) -> str:  # fmt: skip
-    """Compares measured requests, writes the outputs, and returns the text to print."""
+) -> _Found:  # fmt: skip
+    """Compares measured requests."""
     from analysis.plots.fidelity_plots import fidelity_figure
 
     if options.beside:
@@ -132,14 +149,8 @@ def _loads(
     loads = [*file_loads(files, overrides, runs), *_folder_loads(folders, overrides, runs, options.format, names)]
     found = compare(loads, overrides, options.names, runs, scratch, options.command)
     lines = comparison_lines(found)
-    text = "\n".join(lines)
-    if options.page is not None:
-        write_page(options.page, options.arguments, lines)
-    if options.out is not None:
-        panels = {one.load.name: (one.errors, one.noise, one.matched) for one in found.loads}
-        _write(options, text, comparing.as_json(found), fidelity_figure(panels, metric_name))
-        text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png; the runs: testbed report {options.out / RUNS}"
-    return text
+    panels = {one.load.name: (one.errors, one.noise, one.matched) for one in found.loads}
+    return _Found(lines, lines, comparing.as_json(found), lambda: fidelity_figure(panels, metric_name))
 
 
 def _folder_loads(
@@ -174,33 +185,27 @@ def _folder_loads(
     return loads
 
 
-def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> str:
-    """Compares a study, writes the outputs, and returns the text to print."""
+def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespace) -> _Found:
     from analysis.plots.fidelity_plots import study_figure
 
-    check_study(runs, overrides, options.beside)
-    fits: list[Fitted] = []
-    if options.names:
-        runs, fits = fit_study(runs, options.names, overrides, options.beside, options.command)
-    runs = beside(runs, overrides, options.beside, options.command)
-    found = simulate_study(runs, overrides, options.command)
-    text = "\n".join(study_lines(found, fits))
-    if options.page is not None:
-        write_page(options.page, options.arguments, page_lines(found, fits))
-    if options.out is not None:
+    arms = arms_of(runs, overrides, options.beside)
+    fits = fit_study(runs, arms, options.names, options.command) if options.names else []
+    found = simulate_study(runs, arms, fits, options.command)
+
+    def draw() -> Figure:
         signed = {one.run.name: (one.ours_ms[WHOLE], one.run.measured_ms[WHOLE]) for one in found}
         errors = {f"{row.who} ({row.num_runs})": row.errors for row in scores(found, WHOLE)}
-        _write(options, text, study_report.as_json(found, fits), study_figure(signed, errors, study_report.NAMES))
-        text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png"
-    return text
+        return study_figure(signed, errors, study_report.NAMES)
+
+    return _Found(study_lines(found, fits), page_lines(found, fits), study_report.as_json(found, fits), draw)
 
 
-def _write(options: argparse.Namespace, text: str, result: dict[str, Any], figure: Figure) -> None:
+def _write(options: argparse.Namespace, text: str, found: _Found) -> None:
     from analysis.plots.style import save
 
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / RESULT, {"command": options.command, **result})
+    write_json(out / RESULT, {"command": options.command, **found.values})
     with written(out / TEXT) as file:
         file.write(f"# Fidelity\n\n`{options.command}`\n\n{as_markdown([text])}\n\n![errors]({FIGURE}.png)\n")
-    save(figure, out / FIGURE)
+    save(found.draw(), out / FIGURE)

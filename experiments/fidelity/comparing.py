@@ -309,7 +309,7 @@ def _fitted(fit: Fit) -> list[str]:
     lines = [
         "## Fitted", "",
         f"On the first half of each run's requests by arrival, scored: {scored}. Squared log errors of {metrics}: "
-        f"{found.losses[0]:.3g} as given, {found.losses[1]:.3g} fitted, in {fit.num_simulations} simulations.", "",
+        f"{found.losses[0]:.3g} as given, {found.losses[1]:.3g} fitted, in {found.num_simulations} simulations.", "",
     ]  # fmt: skip
     if fit.not_apart:
         lines[-1:] = [

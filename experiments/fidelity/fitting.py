@@ -8,20 +8,15 @@ The fit does not use the second half. Only the first half's requests are simulat
 that had ended in the measured run before the half's last one arrived, so the second half cannot have slowed them down.
 In an overload hardly any request has ended by then. In this case the whole trace is simulated and all of the first half
 is scored: the second half's arrivals and lengths are used as load, but its measured times are not.
-
-In a study they are fitted to the first half of each run's stages, for each run separately, as each stage has its own
-rate; the later stages evaluate them. Only the first stages are simulated for the fit. A stage has almost ended before
-the next one begins, so the fit uses nothing of the later stages.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +26,7 @@ from analysis.progress import progress
 from analysis.reading.frames import numbers
 from experiments.configuration.config import RunConfig
 from experiments.fidelity.loads import Load
-from experiments.fidelity.simulating import composed, replaced, simulate, variant
-from experiments.fidelity.study import OURS, RECORDED, Parts, StudyRun, means, trace_of
+from experiments.fidelity.simulating import simulate
 from sim.cost.config import CalibratedConfig
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
@@ -58,13 +52,23 @@ _METRICS = ("tpot", "e2e")
 MAX_TRIED = 120  # simulations in the search for two scalars
 
 
+class Part(NamedTuple):
+    """What a fit simulates and scores. measured: the fitted metrics. means: the same ones of a simulated run."""
+
+    config: RunConfig
+    trace: Trace
+    measured: Mapping[Any, float]
+    means: Callable[[Run], Mapping[Any, float]]
+
+
 class Found(NamedTuple):
-    """The result of a fit. losses: on the fitted part, before and after the fit."""
+    """The result of a fit. losses: on the fitted parts, before and after the fit."""
 
     given: Scalars
     fitted: Scalars
     losses: tuple[float, float]
     notes: tuple[str, ...]
+    num_simulations: int
 
 
 def parse_names(text: str | None) -> tuple[str, ...]:
@@ -112,21 +116,31 @@ def given_by(config: RunConfig, name: str) -> tuple[str, float]:
     return key, float(getattr(getattr(config, group), field))
 
 
-def _metrics(names: Sequence[str]) -> tuple[str, ...]:
+def fitted_metrics(names: Sequence[str]) -> tuple[str, ...]:
     """The fitted metrics; TTFT is among them for `frontend`, which has an effect on almost nothing else."""
     return (*_METRICS, "ttft") if "frontend" in names else _METRICS
 
 
-def minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
-    """The scalars with the smallest loss; the search starts at those of the configuration. Raises ConfigError with a
-    message of one line, also if a scalar has no effect."""
+def minimize(parts: Sequence[Part], names: Sequence[str], folder: Path, command: str) -> Found:
+    """The scalars with the smallest loss: the squared log errors, summed over the parts. The search starts at those of
+    the first part's configuration. folder: for a simulated run at a time. Raises ConfigError with a message of one
+    line, also if a scalar has no effect."""
+    num_simulations = 0
     with progress("fit", "trial") as bar:
 
-        def counted(values: Scalars) -> float:
+        def loss(values: Scalars) -> float:
+            nonlocal num_simulations
+            total = 0.0
+            for part in parts:
+                sim = simulate(part.config.with_values(settings_of(values)), part.trace, folder, command)
+                means = part.means(sim)
+                total += sum(math.log(means[name] / mean) ** 2 for name, mean in part.measured.items() if name in means)
+            num_simulations += len(parts)
             bar.update()
-            return loss(values)
+            return total
 
-        return _minimize(counted, names, config)
+        found = _minimize(loss, names, parts[0].config)
+    return found._replace(num_simulations=num_simulations)
 
 
 def _minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
@@ -145,7 +159,7 @@ def _minimize(loss: Loss, names: Sequence[str], config: RunConfig) -> Found:
     losses = base, loss(fitted)
     if losses[1] > losses[0]:  # the search missed the given values
         fitted, losses = dict(given), (losses[0], losses[0])
-    return Found(given, fitted, losses, (*notes, *_at_edge(given, fitted)))
+    return Found(given, fitted, losses, (*notes, *_at_edge(given, fitted)), 0)
 
 
 def _search(loss: Loss, given: Scalars) -> tuple[Scalars, list[str]]:
@@ -211,15 +225,6 @@ class Fit(NamedTuple):
     metrics: tuple[str, ...]
     num_scored: dict[str, int]  # load -> scored requests
     not_apart: tuple[str, ...]  # loads for which the second half was simulated as load
-    num_simulations: int
-
-
-class _Half(NamedTuple):
-    load: Load
-    trace: Trace  # the first half, or the whole trace if not is_apart
-    is_apart: bool
-    scored: tuple[str, ...]
-    measured: dict[str, float]  # means of the scored requests
 
 
 def halves(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -233,23 +238,15 @@ def fit(loads: Sequence[Load], names: Sequence[str], overrides: Sequence[str], f
     Raises ConfigError with a message of one line."""
     configs = [load.config(overrides) for load in loads]
     _check(names, loads, configs)
-    metrics = [f"{name}_s" for name in _metrics(names)]
-    parts = [_first_half(load, metrics) for load in loads]
-    number = count()
-
-    def loss(values: Scalars) -> float:
-        total = 0.0
-        for part, config in zip(parts, configs, strict=True):
-            scaled = config.with_values(settings_of(values))
-            sim = simulate(scaled, part.trace, folder / str(next(number)), command)
-            means = _means(sim, part.scored, metrics)
-            total += sum(math.log(means[name] / mean) ** 2 for name, mean in part.measured.items() if name in means)
-        return total
-
-    found = minimize(loss, names, configs[0])
+    metrics = [f"{name}_s" for name in fitted_metrics(names)]
+    scored, parts = {}, []
+    for load, config in zip(loads, configs, strict=True):
+        part, scored[load.name] = _first_half(load, config, metrics)
+        parts.append(part)
     return Fit(
-        found, tuple(f"{name}.mean" for name in metrics), {part.load.name: len(part.scored) for part in parts},
-        tuple(part.load.name for part in parts if not part.is_apart), next(number),
+        minimize(parts, names, folder, command), tuple(f"{name}.mean" for name in metrics),
+        {name: len(ids) for name, ids in scored.items()},
+        tuple(load.name for load, part in zip(loads, parts, strict=True) if part.trace is load.trace),
     )  # fmt: skip
 
 
@@ -262,7 +259,9 @@ def _check(names: Sequence[str], loads: Sequence[Load], configs: Sequence[RunCon
             raise ConfigError(f"--fit {name}: the loads have different {keys}; fit those of one at a time")
 
 
-def _first_half(load: Load, metrics: Sequence[str]) -> _Half:
+def _first_half(load: Load, config: RunConfig, metrics: Sequence[str]) -> tuple[Part, tuple[str, ...]]:
+    """The part to simulate, and the requests that are scored: the first half's trace and those of it that had ended
+    before its last one came; or the whole trace and all of its first half, if too few had."""
     ids, _ = halves(load.trace)
     if len(ids) < MIN_REQUESTS:
         raise ConfigError(
@@ -274,77 +273,17 @@ def _first_half(load: Load, metrics: Sequence[str]) -> _Half:
     ended = numbers(frame, "finish_ns") <= rows[-1].arrival_ns
     is_apart = bool(ended.sum() >= max(MIN_REQUESTS, MIN_APART * len(ids)))
     scored = tuple(np.array(ids)[ended].tolist()) if is_apart else ids
-    means = _means(load.measured, scored, metrics)
-    if not means:
+    means = partial(_means, ids=scored, metrics=metrics)
+    measured = means(load.measured)
+    if not measured:
         raise ConfigError(
             f"--fit: {load.name} has no TPOT and no E2E above 0 among the {len(scored)} requests that would be scored; "
             "measure what the client received"
         )
-    return _Half(load, replace(load.trace, rows=rows) if is_apart else load.trace, is_apart, scored, means)
+    return Part(config, replace(load.trace, rows=rows) if is_apart else load.trace, measured, means), scored
 
 
 def _means(run: Run, ids: Sequence[str], metrics: Sequence[str]) -> dict[str, float]:
     frame = run.requests.set_index("request_id").loc[list(ids)]
     found = {name: numbers(frame, name) for name in metrics}
     return {name: float(np.nanmean(values)) for name, values in found.items() if (values > 0).any()}
-
-
-# --- a study's stages ---
-
-
-class Fitted(NamedTuple):
-    """The fits of a study. who: the predictor's name in the tables of the later stages. found: run name -> fit."""
-
-    who: str
-    found: dict[str, Found]
-
-
-def fit_study(
-    runs: Sequence[StudyRun], names: Sequence[str], overrides: Sequence[str], variants: Sequence[str], command: str
-) -> tuple[list[StudyRun], list[Fitted]]:
-    """The runs with the fitted simulator added to the predictors of their later stages, under the overrides and under
-    each of `variants`. Runs of one stage get none. Raises ConfigError with a message of one line."""
-    work = [(words, run) for words in ("", *variants) for run in runs if len(run.stages) > 1]
-    if not work:
-        raise ConfigError("--fit: no run of the study has two stages, one to fit to and one to judge; leave it out")
-    predicted: dict[str, dict[str, Parts]] = {run.name: {} for run in runs}
-    fits: dict[str, Fitted] = {}
-    with TemporaryDirectory(prefix="testbed-") as scratch:
-        for words, run in work:
-            who = ", ".join(filter(None, (OURS, words, f"{'+'.join(names)} fitted")))
-            more = [*RECORDED, *overrides, *(variant(words) if words else [])]
-            found = _fit(run, names, more, Path(scratch), command)
-            fits.setdefault(who, Fitted(who, {})).found[run.name] = found
-            config = composed(run.settings, replaced(more, overrides_of(found.fitted)))
-            sim = _simulated(run, config, Path(scratch), command)
-            predicted[run.name][who] = {part: sim[part] for part in run.parts[1 + _num_fitted(run) :]}
-    return [replace(run, predicted_ms={**run.predicted_ms, **predicted[run.name]}) for run in runs], list(fits.values())
-
-
-def _num_fitted(run: StudyRun) -> int:
-    """The number of first stages, to which the scalars are fitted."""
-    return len(run.stages) // 2
-
-
-def _fit(run: StudyRun, names: Sequence[str], overrides: Sequence[str], scratch: Path, command: str) -> Found:
-    first = replace(run, stages=run.stages[: _num_fitted(run)])
-    config = composed(run.settings, overrides)
-    mine = [name for name in names if name != "link" or config.tensor_parallel_size > 1]
-    check_config(mine or names, config, run.name)
-    metrics = [f"{name}_mean" for name in _metrics(names)]
-
-    def loss(values: Scalars) -> float:
-        sim = _simulated(first, config.with_values(settings_of(values)), scratch, command)
-        pairs = [(sim[part], run.measured_ms[part]) for part in first.parts[1:]]
-        return sum(
-            math.log(ours[name] / real[name]) ** 2
-            for ours, real in pairs
-            for name in metrics
-            if name in ours and real.get(name)
-        )
-
-    return minimize(loss, mine, config)
-
-
-def _simulated(run: StudyRun, config: RunConfig, scratch: Path, command: str) -> Parts:
-    return means(simulate(config, trace_of(run, config.seed), scratch / "run", command), run)

@@ -8,13 +8,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from analysis.load import Run
 from analysis.progress import progressing
+from experiments.configuration.config import RunConfig
 from experiments.console import percent, table
-from experiments.fidelity.fitting import Fitted, is_time, name_of
-from experiments.fidelity.simulating import composed, described, simulate, variant
+from experiments.fidelity.fitting import (
+    Found,
+    Part,
+    check_config,
+    fitted_metrics,
+    is_time,
+    minimize,
+    name_of,
+    overrides_of,
+)
+from experiments.fidelity.simulating import composed, described, replaced, simulate, variant
 from experiments.fidelity.study import METRICS, OURS, RECORDED, WHOLE, Parts, StudyRun, means, trace_of
 from experiments.wiring.costs import build_cost
-from testbed.errors import TestbedError
+from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import shown
 
 MERGED = 0.05  # if the number of gaps deviates by more than this share, ITL is not between tokens
@@ -22,6 +33,22 @@ NAMES = {
     "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",
     "e2e_p90": "E2E P90", "e2e_p99": "E2E P99", "ttft_p90": "TTFT P90", "ttft_p99": "TTFT P99",
 }  # fmt: skip
+
+
+class Arm(NamedTuple):
+    """This simulator under the given overrides, or also under those of a --beside. who: its name in the tables."""
+
+    who: str
+    overrides: list[str]
+
+
+class Fitted(NamedTuple):
+    """The fits of an arm. who: their name in the tables of the later stages. By run: the fit, and what it predicts of
+    the later stages."""
+
+    who: str
+    found: dict[str, Found]
+    predicted_ms: dict[str, Parts]
 
 
 class Simulated(NamedTuple):
@@ -39,14 +66,18 @@ class Score(NamedTuple):
     ours: dict[str, float]
 
 
-def check_study(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequence[str]) -> None:
-    """Builds every cost model before anything is simulated. Raises TestbedError if one cannot be built."""
-    for more in ([], *map(variant, variants)):
+def arms_of(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequence[str]) -> list[Arm]:
+    """This simulator, and itself under each --beside. Builds every cost model before anything is simulated; raises
+    TestbedError if one cannot be built."""
+    plain = [*RECORDED, *overrides]
+    arms = [Arm(OURS, plain), *(Arm(f"{OURS}, {words}", [*plain, *variant(words)]) for words in variants)]
+    for arm in arms:
         for run in runs:
             try:
-                build_cost(composed(run.settings, [*overrides, *more]))
+                build_cost(composed(run.settings, arm.overrides))
             except TestbedError as error:
                 raise _placed(error, run) from None
+    return arms
 
 
 def _placed(error: TestbedError, run: StudyRun) -> TestbedError:
@@ -58,26 +89,62 @@ def _placed(error: TestbedError, run: StudyRun) -> TestbedError:
     return error
 
 
-def simulate_study(runs: Sequence[StudyRun], overrides: Sequence[str], command: str) -> list[Simulated]:
-    configs = [composed(run.settings, [*RECORDED, *overrides]) for run in runs]
+def simulate_study(
+    runs: Sequence[StudyRun], arms: Sequence[Arm], fits: Sequence[Fitted], command: str
+) -> list[Simulated]:
+    """Simulates each run under each arm. The results of the first are ours; those of the others, and of fits, are added
+    to the predictors of the run."""
     found = []
     with TemporaryDirectory(prefix="testbed-") as scratch:
-        for number, (run, config) in enumerate(progressing(list(zip(runs, configs, strict=True)), "simulate", "run")):
-            simulated = simulate(config, trace_of(run, config.seed), Path(scratch, str(number)), command)
-            found.append(Simulated(run, described(config), means(simulated, run)))
+        for run in progressing(list(runs), "simulate", "run"):
+            configs = [composed(run.settings, arm.overrides) for arm in arms]
+            ours, *others = [_simulated(run, config, Path(scratch, "run"), command) for config in configs]
+            predicted = {arm.who: parts for arm, parts in zip(arms[1:], others, strict=True)} | run.predicted_ms
+            predicted |= {one.who: one.predicted_ms[run.name] for one in fits if run.name in one.predicted_ms}
+            found.append(Simulated(replace(run, predicted_ms=predicted), described(configs[0]), ours))
     return found
 
 
-def beside(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequence[str], command: str) -> list[StudyRun]:
-    """The runs with this simulator's results under further overrides added, as if from another predictor."""
-    found = list(runs)
-    for words in reversed(variants):
-        simulated = simulate_study(runs, [*overrides, *variant(words)], command)
-        found = [
-            replace(run, predicted_ms={f"{OURS}, {words}": one.ours_ms, **run.predicted_ms})
-            for run, one in zip(found, simulated, strict=True)
-        ]
-    return found
+def _simulated(run: StudyRun, config: RunConfig, folder: Path, command: str) -> Parts:
+    return means(simulate(config, trace_of(run, config.seed), folder, command), run)
+
+
+def fit_study(runs: Sequence[StudyRun], arms: Sequence[Arm], names: Sequence[str], command: str) -> list[Fitted]:
+    """Fits the scalars `names` to the first half of each run's stages, for each arm and each run separately, as each
+    stage has its own rate; the later stages judge them. A stage has almost ended before the next one begins, so the fit
+    uses nothing of the later ones. Runs of one stage get none. Raises ConfigError with a message of one line."""
+    several = [run for run in runs if len(run.stages) > 1]
+    if not several:
+        raise ConfigError("--fit: no run of the study has two stages, one to fit to and one to judge; leave it out")
+    fits = [Fitted(f"{arm.who}, {'+'.join(names)} fitted", {}, {}) for arm in arms]
+    with TemporaryDirectory(prefix="testbed-") as scratch:
+        folder = Path(scratch, "run")
+        for arm, fitted in zip(arms, fits, strict=True):
+            for run in several:
+                num_first = len(run.stages) // 2
+                first = replace(run, stages=run.stages[:num_first])
+                found = _fit(first, names, composed(run.settings, arm.overrides), folder, command)
+                config = composed(run.settings, replaced(arm.overrides, overrides_of(found.fitted)))
+                parts = _simulated(run, config, folder, command)
+                fitted.found[run.name] = found
+                fitted.predicted_ms[run.name] = {part: parts[part] for part in run.parts[1 + num_first :]}
+    return fits
+
+
+def _fit(first: StudyRun, names: Sequence[str], config: RunConfig, folder: Path, command: str) -> Found:
+    """first: a run with only the stages that are fitted to."""
+    mine = [name for name in names if name != "link" or config.tensor_parallel_size > 1]
+    check_config(mine or names, config, first.name)
+    known = [(part, f"{name}_mean") for part in first.parts[1:] for name in fitted_metrics(names)]
+    measured = {
+        (part, name): first.measured_ms[part][name] for part, name in known if first.measured_ms[part].get(name)
+    }
+
+    def means_of(sim: Run) -> dict[tuple[str, str], float]:
+        parts = means(sim, first)
+        return {(part, name): parts[part][name] for part, name in measured if name in parts[part]}
+
+    return minimize([Part(config, trace_of(first, config.seed), measured, means_of)], mine, folder, command)
 
 
 def scores(found: Sequence[Simulated], part: str) -> list[Score]:

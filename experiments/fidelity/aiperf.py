@@ -15,28 +15,24 @@ from testbed.errors import TraceError
 from testbed.traces.readers.fields import nanoseconds, refuse
 from testbed.wording import count
 
+_COUNTED = "profiling"  # the phase after the warm-up
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
 
 
-def read_aiperf(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
-    rows: list[MeasuredRequest] = []
-    num_failed = num_warmup = 0
-    for record in json_lines(text, file):
-        about = record.within("metadata")
-        if about.values.get("benchmark_phase", "profiling") != "profiling":
-            num_warmup += 1
-        elif record.get("error") is not None or about.get("was_cancelled"):
-            num_failed += 1
-        else:
-            rows.append(_row(about, record.within("metrics")))
+def read_aiperf(text: str, file: Path) -> list[MeasuredRun]:
+    records = list(json_lines(text, file))
+    counted = [one for one in records if one.within("metadata").values.get("benchmark_phase", _COUNTED) == _COUNTED]
     notes = [AT_CLIENT]
-    if num_warmup:
+    if num_warmup := len(records) - len(counted):
         notes.append(f"{count(num_warmup, 'request')} of the warm-up left out")
-    return [measured(file.stem, "AIPerf", rows, file, (), num_failed, notes)]
+    return [measured(file.stem, "AIPerf", file, map(_row, counted), notes=notes)]
 
 
-def _row(about: Fields, metrics: Fields) -> MeasuredRequest:
-    place = about.place
+def _row(record: Fields) -> MeasuredRequest | None:
+    about, place = record.within("metadata"), record.place
+    if record.get("error") is not None or about.get("was_cancelled"):
+        return None
+    metrics = record.within("metrics")
     start_ns = nanoseconds(about.required("request_start_ns", "an instant in ns"), place, "request_start_ns")
     if "time_to_first_token" not in metrics.values:
         raise TraceError(f"{place}: metric 'time_to_first_token' is absent; measure with aiperf profile --streaming")

@@ -14,7 +14,7 @@ from experiments.fidelity.study import StudyRun
 from testbed.errors import TraceError
 from testbed.foreign_text import unknown
 
-Reader = Callable[[str, Path, list[str]], list[MeasuredRun]]  # all runs of a file; TestbedError has one line
+Reader = Callable[[str, Path], list[MeasuredRun]]  # all runs of a file; TraceError has one line
 STUDY, RUN_FOLDER = "study", "run-folder"
 READERS: dict[str, Reader] = {
     "vllm-bench": vllm_bench.read_vllm_bench,
@@ -24,7 +24,14 @@ READERS: dict[str, Reader] = {
     "llmservingsim-bench": servingsim.read_servingsim_bench,
     "request-log": request_log.read_request_log,
 }
-_OF_LOG = {"arrival_s", "ttft_s"}  # either is enough: what else a request log lacks, its reader names
+_MARKS: tuple[tuple[str, set[str]], ...] = (  # a file with these columns, or fields of its first object, has the format
+    ("guidellm", {"benchmarks"}),
+    ("aiperf", {"metadata", "metrics"}),
+    ("llmservingsim-bench", {*servingsim.BENCH_FIELDS}),
+    ("llmservingsim", {"queuing_delay", "TTFT", "arrival"}),
+    *(("request-log", {name}) for name in ("arrival_s", "ttft_s")),  # what else it lacks, its reader names
+    *(("vllm-bench", {name}) for name in ("ttfts", "itls", "input_lens", "mean_ttft_ms", "request_throughput")),
+)
 FORMATS = (*READERS, STUDY, RUN_FOLDER)
 
 
@@ -49,7 +56,7 @@ def read_files(files: list[Path], given: list[str], format_name: str | None = No
                 )
             found.study.extend(study.read_study(values, file, given))
         elif name in READERS:
-            found.measured.extend(READERS[name](text, file, given))
+            found.measured.extend(READERS[name](text, file))
         elif name is None:
             raise TraceError(f"{file}: not recognised; say with --format what it is: {', '.join(FORMATS)}")
         else:
@@ -68,12 +75,8 @@ def recognise(text: str) -> str | None:
     start = text.lstrip()[:1]
     if start == "[":
         return STUDY
-    if start == "{":
-        return _of_object(_first_object(text))
-    header = set(csv_columns(text))
-    if {"queuing_delay", "TTFT", "arrival"} <= header:
-        return "llmservingsim"
-    return "request-log" if header & _OF_LOG else None
+    names = set(_first_object(text)) if start == "{" else set(csv_columns(text))
+    return next((name for name, marks in _MARKS if marks <= names), None)
 
 
 def _first_object(text: str) -> dict[str, Any]:
@@ -85,16 +88,3 @@ def _first_object(text: str) -> dict[str, Any]:
             continue
         return found if isinstance(found, dict) else {}
     return {}
-
-
-def _of_object(values: dict[str, Any]) -> str | None:
-    names = values.keys()
-    if "benchmarks" in names:
-        return "guidellm"
-    if {"metadata", "metrics"} <= names:
-        return "aiperf"
-    if set(servingsim.BENCH_FIELDS) <= names:
-        return "llmservingsim-bench"
-    if names & _OF_LOG:
-        return "request-log"
-    return "vllm-bench" if names & {*vllm_bench.MARKS, *vllm_bench.AGGREGATES} else None

@@ -16,7 +16,7 @@ from experiments.fidelity.measured import AT_CLIENT, MeasuredRequest, MeasuredRu
 from testbed.errors import TraceError
 
 
-def read_guidellm(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
+def read_guidellm(text: str, file: Path) -> list[MeasuredRun]:
     benchmarks = Fields.of(json_value(text, str(file)), str(file), "report").listed("benchmarks")
     if not benchmarks:
         raise TraceError(f"{file}: field 'benchmarks' is empty; expected at least one")
@@ -40,8 +40,7 @@ def _one(benchmark: Fields, name: str, file: Path) -> MeasuredRun:
             "sampling of requests, as all of them are the load"
         )
     rows = [_row(Fields.of(item, f"{place}: request {i + 1}", "request"), i) for i, item in enumerate(successful)]
-    notes = [AT_CLIENT]
-    return measured(name, "GuideLLM", rows, file, (), num_failed, notes)
+    return measured(name, "GuideLLM", file, [*rows, *[None] * num_failed], notes=[AT_CLIENT])
 
 
 def _row(request: Fields, i: int) -> MeasuredRequest:

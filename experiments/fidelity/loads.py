@@ -93,16 +93,15 @@ def file_loads(runs: Sequence[MeasuredRun], overrides: Sequence[str], folder: Pa
     """One load for each measured run. Raises TestbedError with a message of one line."""
     loads: list[Load] = []
     for run in runs:
-        for group in ("model", "device"):
-            if not any(item.startswith(f"{group}=") for item in run.settings):
-                choice(group, None, run.name, list(overrides))
-        config = composed((*_RECORDED, *run.settings), overrides)
+        settings = tuple(choice("model", run.model, run.place, list(overrides)))
+        choice("device", None, run.place, list(overrides))
+        config = composed((*_RECORDED, *settings), overrides)
         own = trace_of(run)
-        alike = (one.trace for one in loads if one.settings == run.settings and _is_repeat(one.trace, own))
+        alike = (one.trace for one in loads if one.settings == settings and _is_repeat(one.trace, own))
         trace = next(alike, own)
         written = write_measured(run, trace, config.raw, folder / run.name / "measured")
         loads.append(Load(
-            run.name, run.name, run.source, trace, written, run.settings, None, f"file {trace.name}", "as measured",
+            run.name, run.name, run.source, trace, written, settings, None, f"file {trace.name}", "as measured",
             run.notes,
         ))  # fmt: skip
     return loads

@@ -70,22 +70,25 @@ class MeasuredRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """One measured run of one load. settings: the engine's settings in the file, as overrides."""
+    """One measured run of one load. model: its name in the file, if that has one."""
 
     name: str
     source: str  # the tool, in words
+    place: str
     requests: tuple[MeasuredRequest, ...]  # by sent_s
-    settings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    model: str | None
+    notes: tuple[str, ...]
 
 
 def measured(
-    name: str, source: str, requests: Iterable[MeasuredRequest], file: Path, settings: Sequence[str] = (),
-    num_failed: int = 0, notes: Sequence[str] = (),
+    name: str, source: str, file: Path, requests: Iterable[MeasuredRequest | None], model: str | None = None,
+    notes: Sequence[str] = (),
 ) -> MeasuredRun:  # fmt: skip
-    """Makes the result of every reader. Raises TraceError without any request, for an id that occurs twice, or for
-    arrivals too far apart."""
-    rows = sorted((row.checked() for row in requests), key=lambda row: row.sent_s)
+    """Makes the result of every reader. requests: None for one that failed. Raises TraceError without any other, for an
+    id that occurs twice, or for arrivals too far apart."""
+    every = list(requests)
+    rows = sorted((row.checked() for row in every if row is not None), key=lambda row: row.sent_s)
+    num_failed = len(every) - len(rows)
     if not rows:
         why = f": all {num_failed} failed" if num_failed else ""
         raise TraceError(f"{file}: no request that ended well{why}; expected at least one")
@@ -102,10 +105,10 @@ def measured(
         )
     said = list(notes)
     if num_failed:
-        said.append(f"{num_failed} of {num_failed + len(rows)} requests failed in the measured run and were left out")
+        said.append(f"{num_failed} of {len(every)} requests failed in the measured run and were left out")
     if any(row.gaps_s is None for row in rows):
         rows = [row._replace(gaps_s=None) for row in rows]
-    return MeasuredRun(name, source, tuple(rows), tuple(settings), tuple(said))
+    return MeasuredRun(name, source, str(file), tuple(rows), model, tuple(said))
 
 
 def arrivals_ns(run: MeasuredRun) -> list[int]:

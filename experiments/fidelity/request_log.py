@@ -22,18 +22,8 @@ _FAILED, _ENDED_WELL = ("true", "1"), ("false", "0", "")
 _NEAR_S = 1e-3  # allowed difference of the first and last token's instants from TTFT and E2E
 
 
-def read_request_log(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
-    rows: list[MeasuredRequest] = []
-    num_failed = 0
-    for row in _rows(text, file):
-        for name in row.values:
-            if name not in COLUMNS:
-                raise TraceError(unknown(f"{row.place}: unknown column {name!r}", str(name), COLUMNS))
-        if _has_failed(row):
-            num_failed += 1
-        else:
-            rows.append(_row(row))
-    return [measured(file.stem, "a log of requests", rows, file, (), num_failed)]
+def read_request_log(text: str, file: Path) -> list[MeasuredRun]:
+    return [measured(file.stem, "a log of requests", file, map(_row, _rows(text, file)))]
 
 
 def _rows(text: str, file: Path) -> Iterator[Fields]:
@@ -52,7 +42,12 @@ def _has_failed(row: Fields) -> bool:
     return word in _FAILED
 
 
-def _row(row: Fields) -> MeasuredRequest:
+def _row(row: Fields) -> MeasuredRequest | None:
+    for name in row.values:
+        if name not in COLUMNS:
+            raise TraceError(unknown(f"{row.place}: unknown column {name!r}", str(name), COLUMNS))
+    if _has_failed(row):
+        return None
     tpot_s = None if row.get("tpot_s") is None else row.duration_s("tpot_s")
     for name in NEEDED:
         if name != "e2e_s" or tpot_s is None:

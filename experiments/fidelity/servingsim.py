@@ -10,33 +10,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.configuration.names import choice
-from experiments.fidelity.fields import Fields, csv_columns, csv_rows, duration_s, json_lines
+from experiments.fidelity.fields import Fields, csv_rows, duration_s, json_lines
 from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.traces.readers.fields import nanoseconds, refuse
 
-COLUMNS = ("request id", "input", "output", "arrival", "end_time", "latency", "TTFT", "TPOT")
 BENCH_FIELDS = ("input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
 _OTHER_CLOCK_S = 100_000
 
 
-def read_servingsim(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
-    columns = csv_columns(text)
-    missing = [name for name in COLUMNS if name not in columns]
-    if missing:
-        raise TraceError(f"{file}:1: column {missing[0]!r} is absent; expected {', '.join(COLUMNS)}")
-    rows: list[MeasuredRequest] = []
-    models, instances = dict[str | None, None](), set()
-    for row in csv_rows(text, file):
-        rows.append(_row(row))
-        models[row.get("model") or None] = None
-        instances.add(row.get("instance id"))
+def read_servingsim(text: str, file: Path) -> list[MeasuredRun]:
+    rows = list(csv_rows(text, file))
+    models, instances = {row.get("model") or None for row in rows}, {row.get("instance id") for row in rows}
     if len(models) > 1:
         raise TraceError(f"{file}: requests of {len(models)} models; expected one, split the file")
     notes = [f"{len(instances)} instances served it; see backend.num_replicas"] if len(instances) > 1 else []
-    settings = choice("model", next(iter(models), None), str(file), given)
-    return [measured(file.stem, "LLMServingSim", rows, file, settings, 0, notes)]
+    return [measured(file.stem, "LLMServingSim", file, map(_row, rows), next(iter(models), None), notes)]
 
 
 def _row(row: Fields) -> MeasuredRequest:
@@ -50,14 +39,19 @@ def _row(row: Fields) -> MeasuredRequest:
     )  # fmt: skip
 
 
-def read_servingsim_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
+def read_servingsim_bench(text: str, file: Path) -> list[MeasuredRun]:
     every = list(json_lines(text, file))
-    ended = [row for row in every if row.get("output_toks") and row.get("first_token_ts") is not None]
-    known = [row.instant_s("queued_ts") - row.instant_s("arrival_time") for row in ended if _has_wall(row)]
+    known = [
+        row.instant_s("queued_ts") - row.instant_s("arrival_time") for row in every if _ended(row) and _has_wall(row)
+    ]
     # the offset from the wall clock to the engine's clock; 0 if both are the same
     offset_s = min(known) if known and abs(min(known)) > _OTHER_CLOCK_S else 0.0
-    rows = [_bench_row(row, offset_s) for row in ended]
-    return [measured(file.stem, "LLMServingSim's benchmark of vLLM", rows, file, (), len(every) - len(ended))]
+    rows = [_bench_row(row, offset_s) if _ended(row) else None for row in every]
+    return [measured(file.stem, "LLMServingSim's benchmark of vLLM", file, rows)]
+
+
+def _ended(row: Fields) -> bool:
+    return bool(row.get("output_toks")) and row.get("first_token_ts") is not None
 
 
 def _has_wall(row: Fields) -> bool:

@@ -10,20 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.configuration.names import choice
 from experiments.fidelity.fields import Fields, json_value
 from experiments.fidelity.measured import AT_CLIENT, MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 
-MARKS = ("ttfts", "itls", "input_lens")  # any of these, or of AGGREGATES, identifies the format
-AGGREGATES = ("mean_ttft_ms", "request_throughput")
 
-
-def read_vllm_bench(text: str, file: Path, given: list[str]) -> list[MeasuredRun]:
+def read_vllm_bench(text: str, file: Path) -> list[MeasuredRun]:
     found = list(_documents(text, file))
     return [
-        _one(result, file, f"{file.stem}-{i + 1}" if len(found) > 1 else file.stem, given)
-        for i, result in enumerate(found)
+        _one(result, file, f"{file.stem}-{i + 1}" if len(found) > 1 else file.stem) for i, result in enumerate(found)
     ]
 
 
@@ -38,15 +33,13 @@ def _documents(text: str, file: Path) -> Iterator[Fields]:
         yield Fields.of(json_value(text, str(file)), str(file), "result")
 
 
-def _one(result: Fields, file: Path, name: str, given: list[str]) -> MeasuredRun:
-    every = _rows(result)
-    rows = [_row(row, i) for i, row in enumerate(every) if not row.get("errors")]
-    said, most = result.get("model_id"), result.get("max_concurrency")
+def _one(result: Fields, file: Path, name: str) -> MeasuredRun:
+    rows = [None if row.get("errors") else _row(row, i) for i, row in enumerate(_rows(result))]
+    model, most = result.get("model_id"), result.get("max_concurrency")
     notes = [AT_CLIENT]
     if most is not None:
         notes.append(f"sent by at most {most} at once; the simulation sends at the measured instants")
-    settings = choice("model", str(said) if said else None, result.place, given)
-    return measured(name, "vllm bench serve", rows, file, settings, len(every) - len(rows), notes)
+    return measured(name, "vllm bench serve", file, rows, str(model) if model else None, notes)
 
 
 def _rows(result: Fields) -> list[Fields]:

@@ -318,11 +318,8 @@ def test_files_repeat_one_load_only_under_one_model(tmp_path):
     """And a repeat has the trace of the first, by which a report finds the simulation of both."""
     sent = [MeasuredRequest(f"{i}", i + 0.01, 8, 2, 0.1, 0.2, None, None, "row") for i in range(3)]
     again = [row._replace(sent_s=row.sent_s + 0.003 * i) for i, row in enumerate(sent)]
-    models = {"first": "qwen3_0.6b", "other": "llama3.1_8b", "again": "qwen3_0.6b"}
-    runs = [
-        measured(name, "", again if name == "again" else sent, tmp_path, [f"model={model}"])
-        for name, model in models.items()
-    ]
+    models = {"first": "Qwen/Qwen3-0.6B", "other": "meta-llama/Llama-3.1-8B", "again": "Qwen/Qwen3-0.6B"}
+    runs = [measured(name, "", tmp_path, again if name == "again" else sent, model) for name, model in models.items()]
     loads = file_loads(runs, ["device=h100"], tmp_path / "runs")
     assert [load.key for load in loads] == ["file first", "file other", "file first"]
     assert loads[2].measured.fingerprint == loads[0].measured.fingerprint
@@ -333,8 +330,8 @@ def test_files_repeat_one_load_only_under_one_model(tmp_path):
 def test_files_repeat_one_load_only_if_each_request_is_sent_within_a_tenth_of_a_second(tmp_path, late_s, load):
     sent = [MeasuredRequest(f"{i}", i + 0.01, 8, 2, 0.1, 0.2, None, None, "row") for i in range(3)]
     again = [*sent[:2], sent[2]._replace(sent_s=sent[2].sent_s + late_s)]
-    runs = [measured(name, "", rows, tmp_path, FILE) for name, rows in (("first", sent), ("again", again))]
-    assert [one.key for one in file_loads(runs, [], tmp_path / "runs")] == ["file first", load]
+    runs = [measured(name, "", tmp_path, rows) for name, rows in (("first", sent), ("again", again))]
+    assert [one.key for one in file_loads(runs, FILE, tmp_path / "runs")] == ["file first", load]
 
 
 def test_outputs_are_as_long_as_the_engine_made_them(base, tmp_path):

@@ -26,8 +26,17 @@ CACHE_KEYS = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "prefix_caching"
 
 
 def case_config(preset: str, config: dict[str, Any], options: Mapping[str, Any] | None = None) -> RunConfig:
-    """Returns the preset's configuration with the case's settings. null keeps the preset's value; without
-    num_cpu_blocks there is no host pool. options: of vLLM V1's composition. Raises ConfigError."""
+    """Returns the preset's configuration with the case's settings. options: of vLLM V1's composition. Raises
+    ConfigError."""
+    settings = case_settings(preset, config, options)
+    if config.get("max_model_len") is not None:  # no model runs: give it as many positions as the case needs
+        settings["model"] = {"max_position_embeddings": config["max_model_len"]}
+    return compose_config(to_overrides(settings))
+
+
+def case_settings(preset: str, config: dict[str, Any], options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the settings of scheduler and cache by a case. null keeps the preset's value; without num_cpu_blocks
+    there is no host pool."""
     given = {key: value for key, value in config.items() if value is not None}
     scheduler = {key.removesuffix("_mode"): value for key, value in given.items() if key not in CACHE_KEYS}
     cache = {"num_cpu_blocks": 0} | {key: value for key, value in given.items() if key in CACHE_KEYS}
@@ -36,11 +45,7 @@ def case_config(preset: str, config: dict[str, Any], options: Mapping[str, Any] 
         scheduler["long_prefill_token_threshold"] = budget  # a larger one has no effect in vLLM and is an error here
     if preset == "vllm_v0_chunked":  # logged without vLLM's front end, which rejects prompts longer than the model
         scheduler["kv_rules"] = {"length_limit": "chunk"}
-    scheduler |= composition_of(options or {})
-    settings: dict[str, Any] = {"scheduler": {"name": preset, **scheduler}, "cache": cache}
-    if "max_model_len" in given:  # no model runs: give it as many positions as the case needs
-        settings["model"] = {"max_position_embeddings": given["max_model_len"]}
-    return compose_config(to_overrides(settings))
+    return {"scheduler": {"name": preset, **scheduler, **composition_of(options or {})}, "cache": cache}
 
 
 def composition_of(options: Mapping[str, Any]) -> dict[str, Any]:

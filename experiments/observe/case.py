@@ -19,7 +19,7 @@ _FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 
 def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
     """Returns the case as one object of a file of cases. Its request ids number the requests in the order received."""
-    config, requests = log.header["config"], log.requests
+    requests = log.requests
     first: set[str] = set()
     steps = [_step(number, step, requests, first, is_ahead=_is_ahead(log)) for number, step in enumerate(log.steps)]
     if log.was_in_flight and _is_ahead(log):  # another plan, which is left out, held blocks at this commit
@@ -32,17 +32,22 @@ def case_of(log: ObservedLog, name: str) -> dict[str, Any]:
     return {
         "case": name,
         "system": system_of(log),
-        "config": {
-            **{name: config[name] for name in _ALIKE},
-            "queue_order": config["policy"],
-            "long_prefill_token_threshold": config["long_prefill_token_threshold"] or 0,
-            "watermark": config["watermark"] or 0.0,
-            "async_scheduling": _is_ahead(log),
-        },
+        "config": config_of(log),
         "requests": [_request(one) for one in requests.values()],
         "aborts": aborts,
         "resets": [{"planned": one.place[0], "committed": one.place[1]} for one in log.resets],
         "steps": steps,
+    }
+
+
+def config_of(log: ObservedLog) -> dict[str, Any]:
+    """Returns the settings of vLLM's scheduler and cache, as a case has them."""
+    config = log.header["config"]
+    return {name: config[name] for name in _ALIKE} | {
+        "queue_order": config["policy"],
+        "long_prefill_token_threshold": config["long_prefill_token_threshold"] or 0,
+        "watermark": config["watermark"] or 0.0,
+        "async_scheduling": _is_ahead(log),
     }
 
 

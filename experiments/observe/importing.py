@@ -16,9 +16,9 @@ from analysis.load import Run
 from experiments.configuration.compose import compose_config, to_overrides
 from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import MODEL_FOLDER, TRACE_FILE
-from experiments.conform.replay import composition_of
+from experiments.conform.replay import case_settings, composition_of
 from experiments.conform.systems import SYSTEMS
-from experiments.observe.case import case_of, system_of, why_no_case
+from experiments.observe.case import case_of, config_of, system_of, why_no_case
 from experiments.observe.log import ObservedLog, ObservedRequest, Sender, read_log
 from experiments.observe.records import LoggedStep, replay
 from experiments.runs.environment import describe_machine
@@ -150,7 +150,7 @@ def _row(one: ObservedRequest) -> TraceRequest:
 def _config(log: ObservedLog, folder: Path, device: str) -> tuple[RunConfig, str]:
     """Returns the configuration, and why the model's steps cannot be priced (empty if they can). A run of such a model
     is imported all the same."""
-    return with_model(log.header, folder / MODEL_FOLDER, lambda model: config_of(log, folder, device, model))
+    return with_model(log.header, folder / MODEL_FOLDER, lambda model: _composed(log, folder, device, model))
 
 
 def _by_rules_of(log: ObservedLog, config: RunConfig) -> RunConfig:
@@ -163,29 +163,15 @@ def _by_rules_of(log: ObservedLog, config: RunConfig) -> RunConfig:
     return RunConfig.from_container(config.raw | {"scheduler": scheduler})
 
 
-def config_of(log: ObservedLog, folder: Path, device: str, model: dict[str, Any]) -> RunConfig:
+def _composed(log: ObservedLog, folder: Path, device: str, model: dict[str, Any]) -> RunConfig:
     """Returns the configuration with which the testbed would run these requests."""
-    said = log.header["config"]
     system = SYSTEMS[system_of(log)]
-    settings: dict[str, Any] = {
-        "scheduler": {
-            "name": system.preset, "max_num_seqs": said["max_num_seqs"],
-            "max_num_batched_tokens": said["max_num_batched_tokens"], "max_model_len": said["max_model_len"],
-            "queue_order": said["policy"],
-            "long_prefill_token_threshold": min(
-                said["long_prefill_token_threshold"] or 0, said["max_num_batched_tokens"]
-            ),
-            **composition_of(system.options),
-        },
-        "cache": {
-            "block_size": said["block_size"], "num_gpu_blocks": said["num_gpu_blocks"], "num_cpu_blocks": 0,
-            "prefix_caching": said["prefix_caching"], "watermark": said["watermark"] or 0.0,
-        },
+    settings = case_settings(system.preset, config_of(log), system.options) | {
         "model": model,
         "device": {"name": device, "tensor_parallel_size": log.header["device"]["tensor_parallel_size"]},
         "trace": {"name": "jsonl", "path": str(folder / TRACE_FILE)},
         "backend": {"name": "vllm", "decides": "vllm"},
-    }  # fmt: skip
+    }
     return compose_config(to_overrides(settings))
 
 

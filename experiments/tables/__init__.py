@@ -86,13 +86,11 @@ def _read_source(options: argparse.Namespace) -> OperatorTables:
     if options.folder is None or not options.folder.is_dir():
         where = "no folder is given" if options.folder is None else f"there is no folder {options.folder}"
         raise ConfigError(f"{where}; give that of {options.source}'s files")
+    from experiments.tables import llmservingsim, vidur
+
     if options.source == "vidur":
-        from experiments.tables.vidur import read as read_vidur
-
-        return read_vidur(options.folder, options.device)
-    from experiments.tables.llmservingsim import read
-
-    return read(options.folder, options.device, options.model)
+        return vidur.read(options.folder, options.device)
+    return llmservingsim.read(options.folder, options.device, options.model)
 
 
 def _list(arguments: list[str]) -> int:

@@ -217,15 +217,9 @@ def _read(file: Path, columns: tuple[str, ...], *optional: str) -> Any:
         missing = [name for name in columns if name not in names]
         if missing:
             raise ProfileError(f"{file} lacks the column {missing[0]!r}; it has {', '.join(names)}")
-        chosen = [*columns, *(name for name in optional if name in names)]
-        table = _typed(pq.ParquetFile(file).read(chosen), file)
+        table = pq.ParquetFile(file).read([*columns, *(name for name in optional if name in names)])
     except (pa.ArrowException, OSError) as error:
         raise ProfileError(f"{file} cannot be read as Parquet: {reason(error)}") from None
-    return table.append_column("time_ns", latencies_ns(table["latency"], str(file)))
-
-
-def _typed(table: Any, file: Path) -> Any:
-    """The table with columns cast to text, float (latency) or int. Raises ProfileError if a column cannot be cast."""
     for index, name in enumerate(table.column_names):
         is_text = name.endswith("_dtype") or name in ("kernel_source", "op_name")
         wanted = pa.string() if is_text else pa.float64() if name == "latency" else pa.int64()
@@ -235,7 +229,7 @@ def _typed(table: Any, file: Path) -> Any:
             raise ProfileError(
                 f"{file}: the column {name!r} is of {table[name].type}; expected {wanted}: install the package anew"
             ) from None
-    return table
+    return table.append_column("time_ns", latencies_ns(table["latency"], str(file)))
 
 
 def _description(file: Path) -> str:

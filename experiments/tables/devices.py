@@ -1,4 +1,4 @@
-"""Look-up of devices and models of the library."""
+"""Look-up of devices and models of the library, and the shapes of a model's layers."""
 
 from __future__ import annotations
 
@@ -37,3 +37,25 @@ def device_spec(name: str) -> DeviceSpec | None:
 
 def model_spec(name: str) -> ModelSpec:
     return compose_config([f"model={name}"]).model
+
+
+def layer_shapes(spec: ModelSpec, size: int) -> dict[str, tuple[str, int, int | None]]:
+    """(operator, n, k) of each layer on one of `size` ranks; k is None unless the layer is a GEMM."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size // size
+    q_size = spec.num_attention_heads * spec.head_dim // size
+    kv_size = spec.num_kv_heads_per_rank(size) * spec.head_dim
+    vocab, all_heads = -(-spec.vocab_size // size), spec.num_attention_heads + spec.num_key_value_heads
+    return {
+        "qkv_proj": ("gemm", q_size + 2 * kv_size, hidden),
+        "o_proj": ("gemm", hidden, q_size),
+        "gate_up_proj": ("gemm", (spec.num_mlp_matrices - 1) * inner, hidden),
+        "down_proj": ("gemm", hidden, inner),
+        "lm_head": ("gemm", vocab, hidden),
+        "act_fn": ("elementwise", inner, None),
+        "embedding": ("elementwise", hidden, None),
+        "layernorm": ("elementwise", hidden, None),
+        "final_layernorm": ("elementwise", hidden, None),
+        "qk_norm": ("elementwise", all_heads * spec.head_dim, None),  # of one rank: see llmservingsim
+        "rotary_emb": ("elementwise", q_size + kv_size, None),
+        "sampler": ("sampler", spec.vocab_size, None),
+    }

@@ -5,7 +5,7 @@ sheet does not allow. They are reported in at most ten sentences with numbers; t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,26 +27,6 @@ _FEW_LARGE = 4  # large points, from which on their median is judged
 _LEAST_LOAD_NS = 100_000.0  # a point is large if the data sheet's time is above this: launches are negligible
 _APART = ("num_heads", "num_kv_heads", "head_dim", "num_ranks")  # sizes along which points are not compared
 _KEYS = tuple(name for name in OPERATOR_COLUMNS if name not in ("operator", "time_ns", "licence"))
-
-
-@dataclass(slots=True)
-class _Found:
-    """The points that one test found. worst: the largest factor; where: the sizes of that point, as text."""
-
-    points: set[int] = field(default_factory=set)  # their rows
-    worst: float = 1.0
-    where: str = ""
-
-    @property
-    def num(self) -> int:
-        return len(self.points)
-
-    def add(self, points: _Points, rows: Any, factor: Any, least: float) -> None:
-        """Adds those of the rows whose factor is above `least`."""
-        above = factor > least
-        self.points.update(rows[above].tolist())
-        if above.any() and factor.max() > self.worst:
-            self.worst, self.where = float(factor.max()), points.words(int(rows[factor.argmax()]))
 
 
 def checked(tables: OperatorTables, spec: DeviceSpec | None) -> OperatorTables:
@@ -78,32 +58,37 @@ def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[
     for dtype in sorted(set(dtypes)):
         some = rows.filter(dtypes == dtype)
         label, num = f"{operator} {dtype}", some.num_rows
-        points, off, falls = _Points(some), _Found(), _Found()
+        points = _Points(some)
         axes = [name for name in SIZES[operator] if name not in _APART and (name != "n" or operator == "gemm")]
-        for axis in axes:
-            _off_neighbours(points, axis, off)
-            _falling(points, axis, falls)
-        parts, again = [], num - len(points)
-        if again:
-            parts.append(f"{_are(again)} measured again (their mean is looked at)")
-        if off.num:
-            parts.append(
-                f"{_are(off.num)} more than {OFF:g} x off their neighbours, the worst {off.worst:.1f} x at {off.where}"
-            )
-        if falls.num:
-            parts.append(
-                f"in {falls.num:,} the time falls by more than {1 - FALLS:.0%} while a size grows, the worst by "
-                f"{1 - 1 / falls.worst:.0%} at {falls.where}"
-            )
-        fast = _Found()
+        off = np.max([_off_neighbours(points, axis) for axis in axes], axis=0)
+        falls = np.max([_falling(points, axis) for axis in axes], axis=0)
+        fast = np.zeros(len(points))
         if spec is not None and has_bound(operator, dtype):
-            _too_fast(label, some, points, operator, spec, fast)
-        if fast.num:
+            fast = _too_fast(label, some, points, operator, spec)
+        num_again, num_off, num_falls = num - len(points), int((off > OFF).sum()), int((falls > 1 / FALLS).sum())
+        num_fast = int((fast > 1.0).sum())
+        parts = []
+        if num_again:
+            parts.append(f"{_are(num_again)} measured again (their mean is looked at)")
+        if num_off:
+            parts.append(
+                f"{_are(num_off)} more than {OFF:g} x off their neighbours, the worst {off.max():.1f} x at "
+                f"{points.words(off.argmax())}"
+            )
+        if num_falls:
+            parts.append(
+                f"in {num_falls:,} the time falls by more than {1 - FALLS:.0%} while a size grows, the worst by "
+                f"{1 - 1 / falls.max():.0%} at {points.words(falls.argmax())}"
+            )
+        if num_fast:
             why = "reduced in the switch" if operator == "all_reduce" else "read from a cache"
-            which = f"{_are(fast.num)} faster than the data sheet allows"
-            parts.append(f"{which} ({why}?), up to {fast.worst:.2f} x at {fast.where}")
+            parts.append(
+                f"{_are(num_fast)} faster than the data sheet allows ({why}?), up to {fast.max():.2f} x at "
+                f"{points.words(fast.argmax())}"
+            )
         if parts:
-            yield again + off.num + falls.num + fast.num, f"{label}: of {num:,} points, {'; '.join(parts)}"
+            doubtful = num_again + num_off + num_falls + num_fast
+            yield doubtful, f"{label}: of {num:,} points, {'; '.join(parts)}"
 
 
 def _too_slow(rows: Any, spec: DeviceSpec) -> Iterator[tuple[int, str]]:
@@ -143,13 +128,19 @@ class _Points:
         line = ordered.groupby(others, dropna=False, sort=False).ngroup()
         return ordered[axis].to_numpy(float), ordered["time_ns"].to_numpy(), line.to_numpy(), ordered.index.to_numpy()
 
-    def words(self, number: int) -> str:
+    def of_each(self, numbers: np.ndarray[Any, Any], factors: FloatArray) -> FloatArray:
+        """The largest factor of each point, 0 for one without any. numbers: the points that the factors are of."""
+        found = np.zeros(len(self))
+        np.maximum.at(found, numbers, factors)
+        return found
+
+    def words(self, number: Any) -> str:
         sizes = self._points.loc[number, [name for name in _KEYS if OPERATOR_COLUMNS[name] == "int64"]].dropna()
         return " ".join(f"{name}={size:,.0f}" for name, size in sizes.items())
 
 
-def _off_neighbours(points: _Points, axis: str, found: _Found) -> None:
-    """Compares each point that has a neighbour on both sides with the line between them, in logarithms.
+def _off_neighbours(points: _Points, axis: str) -> FloatArray:
+    """By what factor each point is off the line between its neighbours on both sides, in logarithms; 0 without them.
 
     A point that is off makes its neighbours look off, too: of adjacent points only the one with the largest factor
     counts.
@@ -161,24 +152,24 @@ def _off_neighbours(points: _Points, axis: str, found: _Found) -> None:
     near = (right - here <= np.log(GAP)) & (here - left <= np.log(GAP))
     inner, left, here, right = inner[near], left[near], here[near], right[near]
     between = time_ns[inner - 1] + (time_ns[inner + 1] - time_ns[inner - 1]) * (here - left) / (right - left)
-    factor = np.exp(np.abs(time_ns[inner] - between))
     factors = np.zeros(len(size))
-    factors[inner] = factor
-    is_most = (factor >= factors[inner - 1]) & (factor >= factors[inner + 1])
-    found.add(points, number[inner[is_most]], factor[is_most], OFF)
+    factors[inner] = np.exp(np.abs(time_ns[inner] - between))
+    is_most = (factors[inner] >= factors[inner - 1]) & (factors[inner] >= factors[inner + 1])
+    return points.of_each(number[inner[is_most]], factors[inner[is_most]])
 
 
-def _falling(points: _Points, axis: str, found: _Found) -> None:
+def _falling(points: _Points, axis: str) -> FloatArray:
+    """The time at the next smaller size over that of each point; 0 for the smallest size."""
     _, time_ns, line, number = points.along(axis)
-    factor = np.where(line[1:] == line[:-1], time_ns[:-1] / time_ns[1:], 0.0)
-    found.add(points, number[1:], factor, 1 / FALLS)
+    return points.of_each(number[1:], np.where(line[1:] == line[:-1], time_ns[:-1] / time_ns[1:], 0.0))
 
 
-def _too_fast(label: str, rows: Any, points: _Points, operator: str, spec: DeviceSpec, found: _Found) -> None:
-    """Finds points that took less time than the data sheet's rates allow."""
+def _too_fast(label: str, rows: Any, points: _Points, operator: str, spec: DeviceSpec) -> FloatArray:
+    """The least time that the data sheet's rates allow over that of each point. Raises ProfileError if the median large
+    point took far less, as the unit must be wrong."""
     bound, time_ns = bounds_ns(operator, rows, spec), rows["time_ns"].to_numpy()
     _check_unit(label, bound, time_ns, spec)
-    found.add(points, points.of_row, bound / time_ns, 1.0)
+    return points.of_each(points.of_row, bound / time_ns)
 
 
 def check_units(tables: OperatorTables, spec: DeviceSpec) -> None:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from analysis.plots import style
-from experiments.tables.devices import device_spec, model_spec
+from experiments.tables.devices import device_spec, layer_shapes, model_spec
 from experiments.tables.roofline import bounds_ns, has_bound
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
@@ -143,12 +143,11 @@ def _lines(rows: Any, operator: str, model: ModelSpec) -> Iterator[tuple[str, An
 
 def _nearest_products(groups: list[dict[str, Any]], model: ModelSpec) -> Iterator[dict[str, Any]]:
     """For each projection of a layer the [k, n] that is nearest to its own; none is repeated."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    q_size, kv_size = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    up = (model.num_mlp_matrices - 1) * inner
+    shapes = layer_shapes(model, 1)
     seen = []
-    for n, k in ((q_size + 2 * kv_size, hidden), (hidden, q_size), (up, hidden), (hidden, inner)):
-        distances = [abs(np.log(group["n"] / n)) + abs(np.log(group["k"] / k)) for group in groups]
+    for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+        _, n, k = shapes[name]
+        distances = [abs(np.log(group["n"] / n)) + abs(np.log(group["k"] / (k or 1))) for group in groups]
         group = groups[int(np.argmin(distances))]
         if group not in seen:
             seen.append(group)
@@ -157,7 +156,6 @@ def _nearest_products(groups: list[dict[str, Any]], model: ModelSpec) -> Iterato
 
 def _of_each_kernel(groups: list[dict[str, Any]], model: ModelSpec) -> Iterator[dict[str, Any]]:
     """For each kernel the group with a width of the model's (the widest of these), else its widest group."""
-    q_size, kv_size = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    own = (model.hidden_size, model.intermediate_size, q_size + kv_size)
+    own = [n for operator, n, _ in layer_shapes(model, 1).values() if operator == "elementwise"]
     for kernel in sorted({group["kernel"] for group in groups}):
         yield max((g for g in groups if g["kernel"] == kernel), key=lambda group: (group["n"] in own, group["n"]))

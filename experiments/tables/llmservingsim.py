@@ -21,7 +21,7 @@ import yaml
 from experiments.configuration.names import device_named, model_named
 from experiments.tables.columns import reason, rows_of
 from experiments.tables.csv_table import CsvTable
-from experiments.tables.devices import chosen, found, model_spec
+from experiments.tables.devices import chosen, found, layer_shapes, model_spec
 from testbed.errors import ProfileError
 from testbed.foreign_text import parsed, shown, whole
 from testbed.specs.model import DTYPE_BYTES, ModelSpec, check_ranks
@@ -106,7 +106,7 @@ def _of_ranks(folder: Path, meta: dict[str, Any], spec: ModelSpec, without: tupl
     label = partial(
         rows_of, dtype=dtype, engine=f"vllm {meta['vllm_version']}", source=f"llmservingsim {version}", licence=LICENCE
     )
-    widths = _widths(spec, size)
+    widths = layer_shapes(spec, size)
     tables = [_layers(folder / name, column, widths, label, without) for name, column in _LAYER_FILES]
     return [*tables, *_attention(folder / "attention.csv", spec, size, partial(label, kv_dtype=dtype))]
 
@@ -127,28 +127,6 @@ def _check_shape(folder: Path, meta: dict[str, Any], spec: ModelSpec) -> None:
                 f"{folder.parent / 'meta.yaml'}: {name} was {value}, which is no share of {has}, that of {spec.name}; "
                 "say which model it was with --model"
             )
-
-
-def _widths(spec: ModelSpec, size: int) -> dict[str, tuple[str, int, int | None]]:
-    """(operator, n, k) of each layer on one of `size` ranks; k is None unless the layer is a GEMM."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size // size
-    q_size = spec.num_attention_heads * spec.head_dim // size
-    kv_size = spec.num_kv_heads_per_rank(size) * spec.head_dim
-    vocab, all_heads = -(-spec.vocab_size // size), spec.num_attention_heads + spec.num_key_value_heads
-    return {
-        "qkv_proj": ("gemm", q_size + 2 * kv_size, hidden),
-        "o_proj": ("gemm", hidden, q_size),
-        "gate_up_proj": ("gemm", (spec.num_mlp_matrices - 1) * inner, hidden),
-        "down_proj": ("gemm", hidden, inner),
-        "lm_head": ("gemm", vocab, hidden),
-        "act_fn": ("elementwise", inner, None),
-        "embedding": ("elementwise", hidden, None),
-        "layernorm": ("elementwise", hidden, None),
-        "final_layernorm": ("elementwise", hidden, None),
-        "qk_norm": ("elementwise", all_heads * spec.head_dim, None),  # see _STABLE
-        "rotary_emb": ("elementwise", q_size + kv_size, None),
-        "sampler": ("sampler", spec.vocab_size, None),
-    }
 
 
 def _layers(

@@ -69,13 +69,13 @@ def _scatter(axes: Axes, frames: Sequence[pd.DataFrame], column: str, title: str
 
 
 def study_figure(
-    runs: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]],
+    runs: Mapping[str, Mapping[str, float]],
     predictors: Mapping[str, Mapping[str, float]],
     names: Mapping[str, str],
 ) -> Figure:
-    """Left: the signed errors of the means of each run, given as (simulated, measured). Right: each predictor's mean
-    absolute percentage error; bars beyond 100 % are cut and labelled "cut" with their value. Long labels are wrapped,
-    and the height of the figure depends on its rows."""
+    """Left: the signed errors of the means of each run. Right: each predictor's mean absolute percentage error; bars
+    beyond 100 % are cut and labelled "cut" with their value. Long labels are wrapped, and the height of the figure
+    depends on its rows."""
     left_labels = [_wrapped(name.lstrip("0123456789-") or name, hyphens=True) for name in runs]
     right_labels = [_wrapped(name) for name in predictors]
     with style.styled():
@@ -87,14 +87,11 @@ def study_figure(
     return figure
 
 
-def _signed(axes: Axes, runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], labels: Sequence[str]) -> None:
+def _signed(axes: Axes, runs: Sequence[Mapping[str, float]], labels: Sequence[str]) -> None:
     for index, key in enumerate(_COMPARED):
-        known = [
-            (place, 100.0 * (ours[key] - measured[key]) / measured[key])
-            for place, (ours, measured) in enumerate(runs) if key in ours and measured.get(key)
-        ]  # fmt: skip
-        places = [place + 0.2 * (index - 1) for place, _ in known]
-        axes.plot([error for _, error in known], places, **style.point_style(index))
+        known = [place for place, errors in enumerate(runs) if key in errors]
+        places = [place + 0.2 * (index - 1) for place in known]
+        axes.plot([100.0 * runs[place][key] for place in known], places, **style.point_style(index))
     axes.axvline(0.0, color=style.BLACK, linewidth=0.8)
     axes.set_yticks(range(len(runs)), labels)
     axes.set(ylim=(len(runs) - 0.5, -0.5), xlabel="signed error of this simulator, %")

@@ -34,7 +34,7 @@ from experiments.fidelity.outputs import (
     write_page,
 )
 from experiments.fidelity.simulating import by_key, check_overrides, variant
-from experiments.fidelity.study import WHOLE, StudyRun
+from experiments.fidelity.study import METRICS, OURS, WHOLE, StudyRun
 from experiments.fidelity.study_report import arms_of, fit_study, page_lines, scores, simulate_study, study_lines
 from experiments.runs.run_folder import refuse_existing, write_json
 from testbed.errors import ConfigError, TraceError
@@ -193,9 +193,9 @@ def _study(runs: list[StudyRun], overrides: list[str], options: argparse.Namespa
     found = simulate_study(runs, arms, fits, options.command)
 
     def draw() -> Figure:
-        signed = {one.run.name: (one.ours_ms[WHOLE], one.run.measured_ms[WHOLE]) for one in found}
+        signed = {one.run.name: one.errors(OURS, WHOLE) for one in found}
         errors = {f"{row.who} ({row.num_runs})": row.errors for row in scores(found, WHOLE)}
-        return study_figure(signed, errors, study_report.NAMES)
+        return study_figure(signed, errors, METRICS)
 
     return _Found(study_lines(found, fits), page_lines(found, fits), study_report.as_json(found, fits), draw)
 

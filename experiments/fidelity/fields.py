@@ -14,21 +14,10 @@ from testbed.errors import TraceError
 from testbed.foreign_text import number as number_between
 from testbed.foreign_text import parsed
 from testbed.traces.readers.fields import decimal, json_object, name_text, refuse, token_count, whole_number
-from testbed.traces.readers.open_text import existing_file, open_text
 from testbed.traces.schema import MAX_NUM_TOKENS
 
 MAX_S = 1e8  # three years; a larger value must be in another unit
 _MAX_FIELD = 2**31 - 1  # characters of a CSV field; a list of 20,000 gaps exceeds the default limit
-
-
-def read_text(path: Path) -> str:
-    """The text of a measured file, plain or compressed. Raises TraceError if there is none."""
-    file = existing_file(path, "a measured run")
-    try:
-        with open_text(file) as stream:
-            return stream.read()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); expected UTF-8 text") from None
 
 
 def json_value(text: str, place: str) -> Any:

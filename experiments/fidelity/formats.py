@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.fidelity import aiperf, guidellm, request_log, servingsim, study, vllm_bench
-from experiments.fidelity.fields import csv_columns, json_value, read_text
+from experiments.fidelity.fields import csv_columns, json_value
 from experiments.fidelity.measured import MeasuredRun
 from experiments.fidelity.study import StudyRun
 from testbed.errors import TraceError
 from testbed.foreign_text import unknown
+from testbed.traces.readers.open_text import existing_file, read_pieces
 
 Reader = Callable[[str, Path], list[MeasuredRun]]  # all runs of a file; TraceError has one line
 STUDY, RUN_FOLDER = "study", "run-folder"
@@ -46,7 +47,7 @@ def read_files(files: list[Path], given: list[str], format_name: str | None = No
     """Reads each file in its format. given: the user's overrides. Raises TestbedError with a message of one line."""
     found = Files([], [])
     for file in files:
-        text = read_text(file)
+        text = "".join(read_pieces(existing_file(file, "a measured run")))
         name = format_name or recognise(text)
         if name == STUDY:
             values = json_value(text, str(file))

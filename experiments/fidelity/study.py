@@ -27,8 +27,10 @@ from testbed.traces.readers.fields import refuse
 from testbed.traces.schema import Span, Trace, TraceRequest
 from testbed.traces.synthesis import content_key
 
-METRICS = ("e2e_mean", "ttft_mean", "itl_mean", "tpot_mean", "e2e_p90", "e2e_p99", "ttft_p90", "ttft_p99")
-FIELDS = ("workload", "measured_ms")  # an object that has these is a run of a study
+METRICS = {
+    "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",
+    "e2e_p90": "E2E P90", "e2e_p99": "E2E P99", "ttft_p90": "TTFT P90", "ttft_p99": "TTFT P99",
+}  # fmt: skip
 OURS = "this simulator"  # its name among the predictors; rows of --beside add a comma and their overrides
 MAX_REQUESTS = 2_000_000  # of a run, as a simulation keeps all of them in memory
 ARRIVALS = ("exponential", "even")  # gaps within a stage: random and scaled to fill it, or all equal

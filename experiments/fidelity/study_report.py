@@ -29,10 +29,6 @@ from testbed.errors import ConfigError, TestbedError
 from testbed.foreign_text import shown
 
 MERGED = 0.05  # if the number of gaps deviates by more than this share, ITL is not between tokens
-NAMES = {
-    "e2e_mean": "E2E mean", "ttft_mean": "TTFT mean", "itl_mean": "ITL mean", "tpot_mean": "TPOT mean",
-    "e2e_p90": "E2E P90", "e2e_p99": "E2E P99", "ttft_p90": "TTFT P90", "ttft_p99": "TTFT P99",
-}  # fmt: skip
 
 
 class Arm(NamedTuple):
@@ -55,6 +51,17 @@ class Simulated(NamedTuple):
     run: StudyRun
     used: str  # the configuration, in one line
     ours_ms: Parts
+
+    @property
+    def predicted_ms(self) -> dict[str, Parts]:
+        """By predictor, this simulator first."""
+        return {OURS: self.ours_ms, **self.run.predicted_ms}
+
+    def errors(self, who: str, part: str) -> dict[str, float]:
+        """A predictor's signed errors, shares of the measured values; of the metrics that both sides have."""
+        measured, predicted = self.run.measured_ms[part], self.predicted_ms[who][part]
+        known = [name for name in METRICS if name in predicted and measured.get(name)]
+        return {name: (predicted[name] - measured[name]) / measured[name] for name in known}
 
 
 class Score(NamedTuple):
@@ -149,28 +156,19 @@ def _fit(first: StudyRun, names: Sequence[str], config: RunConfig, folder: Path,
 
 def scores(found: Sequence[Simulated], part: str) -> list[Score]:
     """The errors of each predictor in one part (all, stage0, ...) of the runs, this simulator first."""
-    runs = [one for one in found if part in one.run.parts]
-    others = list(dict.fromkeys(who for one in runs for who in one.run.predicted_ms))
     rows = []
-    for who in (OURS, *others):
-        known = [one for one in runs if who == OURS or part in one.run.predicted_ms.get(who, {})]
-        theirs = [one.ours_ms if who == OURS else one.run.predicted_ms[who] for one in known]
+    for who in dict.fromkeys(who for one in found for who in one.predicted_ms):
+        known = [one for one in found if part in one.run.parts and part in one.predicted_ms.get(who, {})]
         if known:
-            measured = [one.run.measured_ms[part] for one in known]
-            errors = _mape([parts[part] for parts in theirs], measured)
-            rows.append(Score(who, len(known), errors, _mape([one.ours_ms[part] for one in known], measured)))
+            errors, ours = ([one.errors(name, part) for one in known] for name in (who, OURS))
+            rows.append(Score(who, len(known), _mean_sizes(errors), _mean_sizes(ours)))
     return rows
 
 
-def _mape(predicted: Sequence[dict[str, float]], measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """For each metric that every run has: the mean of |predicted - measured| / measured, a share."""
-    found = {}
-    for name in METRICS:
-        pairs = [(mine.get(name), real.get(name)) for mine, real in zip(predicted, measured, strict=True)]
-        known = [abs(mine - real) / real for mine, real in pairs if mine is not None and real]
-        if pairs and len(known) == len(pairs):
-            found[name] = sum(known) / len(known)
-    return found
+def _mean_sizes(errors: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean absolute error of each metric that every run has."""
+    names = [name for name in METRICS if all(name in one for one in errors)]
+    return {name: sum(abs(one[name]) for one in errors) / len(errors) for name in names}
 
 
 def notes_on(found: Sequence[Simulated]) -> list[str]:
@@ -245,13 +243,9 @@ def _signed(found: Sequence[Simulated], *, stages: bool = True) -> str:
     rows = []
     for one in found:
         for part in one.run.parts if stages else (WHOLE,):
-            measured, ours = one.run.measured_ms[part], one.ours_ms[part]
-            errors = [
-                (ours[key] - measured[key]) / measured[key] if key in ours and measured.get(key) else None
-                for key in NAMES
-            ]
-            rows.append([f"{one.run.name} {part}" if stages else one.run.name, *(percent(error) for error in errors)])
-    return table(["run", *NAMES.values()], rows)
+            name, errors = f"{one.run.name} {part}" if stages else one.run.name, one.errors(OURS, part)
+            rows.append([name, *(percent(errors.get(key)) for key in METRICS)])
+    return table(["run", *METRICS.values()], rows)
 
 
 def _mape_table(rows: Sequence[Score]) -> str:
@@ -260,13 +254,13 @@ def _mape_table(rows: Sequence[Score]) -> str:
     cells = []
     for row in rows:
         line = [row.who, str(row.num_runs)]
-        for key in NAMES:
+        for key in METRICS:
             text = percent(row.errors.get(key), signed=False)
             if row.num_runs < most and key in row.errors:
                 text += f" [{percent(row.ours.get(key), signed=False)}]"
             line.append(text)
         cells.append(line)
-    return table(["predictor", "runs", *NAMES.values()], cells)
+    return table(["predictor", "runs", *METRICS.values()], cells)
 
 
 def lowest_lines(rows: Sequence[Score]) -> list[str]:
@@ -278,17 +272,17 @@ def lowest_lines(rows: Sequence[Score]) -> list[str]:
     rows = [row for row in rows if not row.who.startswith(f"{OURS}, ")]
     most = max(row.num_runs for row in rows)
     said = []
-    for key in NAMES:
+    for key in METRICS:
         known = [row for row in rows if row.num_runs == most and key in row.errors]
         if known:
             best = min(known, key=lambda row: row.errors[key])
-            said.append(f"{NAMES[key]} {best.who} ({percent(best.errors[key], signed=False)})")
+            said.append(f"{METRICS[key]} {best.who} ({percent(best.errors[key], signed=False)})")
     if len(rows) == 1:
         return []
     lines = [f"Lowest, of those that predict all {most} runs: {', '.join(said)}."]
     for row in rows:
         both = row.errors.keys() & row.ours.keys()
-        better = [name for key, name in NAMES.items() if key in both and row.errors[key] < row.ours[key]]
+        better = [name for key, name in METRICS.items() if key in both and row.errors[key] < row.ours[key]]
         if row.who != OURS and row.num_runs < most and better:
             lines.append(f"Lower than {OURS} on its own {row.num_runs} runs: {row.who} ({', '.join(better)}).")
     return [" ".join(lines)]

@@ -209,7 +209,7 @@ def test_a_simulated_run_matches_itself_exactly(tmp_path):
 def test_a_figure_of_a_study_has_room_for_long_rows_and_says_where_bars_are_cut():
     errors = dict.fromkeys(("e2e_mean", "ttft_mean", "itl_mean"), 0.1)
     names = {key: key for key in errors}
-    runs = {f"6{i}-mistral-nemo-12b-tp2-general-lite-2-{i}": (errors, errors) for i in range(2)}
+    runs = {f"6{i}-mistral-nemo-12b-tp2-general-lite-2-{i}": errors for i in range(2)}
     words = "scheduler=vllm_v1 backend.frontend_ns=7000000 cost=tables cost.source=a/path/that/is/long.parquet seed=3"
     rows = {"this simulator (9)": errors, f"this simulator, {words} (9)": errors}
     figure = study_figure(runs, rows, names)

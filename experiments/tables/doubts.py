@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from analysis.reading.rows import FloatArray
 from experiments.tables.roofline import bounds_ns, has_bound
@@ -36,11 +37,11 @@ def checked(tables: OperatorTables, spec: DeviceSpec | None) -> OperatorTables:
     """
     found: list[tuple[int, str]] = []
     for operator in OPERATORS:
-        rows = tables.select(operator)
-        if rows.num_rows:
+        rows = tables.select(operator).to_pandas()
+        if len(rows):
             found += _of_operator(operator, rows, spec)
     if spec is not None:
-        found += _too_slow(tables.select("gemm"), spec)
+        found += _too_slow(tables.select("gemm").to_pandas(), spec)
     ranked = [text for _, text in sorted(found, key=lambda doubt: -doubt[0])]
     said = [*tables.doubts, *ranked]
     if len(said) > MAX_DOUBTS:
@@ -52,18 +53,16 @@ def _are(num: int) -> str:
     return f"{num:,} {'is' if num == 1 else 'are'}"
 
 
-def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[tuple[int, str]]:
+def _of_operator(operator: str, rows: pd.DataFrame, spec: DeviceSpec | None) -> Iterator[tuple[int, str]]:
     """(number of points, sentence) for each dtype with doubts."""
-    dtypes = rows["dtype"].to_numpy(zero_copy_only=False)
-    for dtype in sorted(set(dtypes)):
-        some = rows.filter(dtypes == dtype)
-        label, num = f"{operator} {dtype}", some.num_rows
+    for dtype, some in rows.groupby("dtype"):
+        label, num = f"{operator} {dtype}", len(some)
         points = _Points(some)
         axes = [name for name in SIZES[operator] if name not in _APART and (name != "n" or operator == "gemm")]
         off = np.max([_off_neighbours(points, axis) for axis in axes], axis=0)
         falls = np.max([_falling(points, axis) for axis in axes], axis=0)
         fast = np.zeros(len(points))
-        if spec is not None and has_bound(operator, dtype):
+        if spec is not None and has_bound(operator, str(dtype)):
             fast = _too_fast(label, some, points, operator, spec)
         num_again, num_off, num_falls = num - len(points), int((off > OFF).sum()), int((falls > 1 / FALLS).sum())
         num_fast = int((fast > 1.0).sum())
@@ -91,19 +90,17 @@ def _of_operator(operator: str, rows: Any, spec: DeviceSpec | None) -> Iterator[
             yield doubtful, f"{label}: of {num:,} points, {'; '.join(parts)}"
 
 
-def _too_slow(rows: Any, spec: DeviceSpec) -> Iterator[tuple[int, str]]:
+def _too_slow(rows: pd.DataFrame, spec: DeviceSpec) -> Iterator[tuple[int, str]]:
     """A doubt if the median of all large GEMMs takes many times the data sheet's time."""
-    dtypes = rows["dtype"].to_numpy(zero_copy_only=False)
     factors: list[float] = []
-    for dtype in sorted(set(dtypes)):
-        if has_bound("gemm", dtype):
-            some = rows.filter(dtypes == dtype)
+    for dtype, some in rows.groupby("dtype"):
+        if has_bound("gemm", str(dtype)):
             bound = bounds_ns("gemm", some, spec)
             large = bound > _LEAST_SLOW_NS
             factors += (some["time_ns"].to_numpy()[large] / bound[large]).tolist()
     if len(factors) >= _FEW_LARGE and (median := float(np.median(factors))) > SLOW:
         yield (
-            rows.num_rows,
+            len(rows),
             f"gemm: half of {len(factors):,} large points take more than {median:,.3g} x the time of the data sheet of "
             f"{spec.name}; is it this device, and are its times in the right unit?",
         )
@@ -112,8 +109,8 @@ def _too_slow(rows: Any, spec: DeviceSpec) -> Iterator[tuple[int, str]]:
 class _Points:
     """Rows of the same sizes as one point, with their mean time."""
 
-    def __init__(self, rows: Any) -> None:
-        by_size = rows.to_pandas().groupby(list(_KEYS), dropna=False)
+    def __init__(self, rows: pd.DataFrame) -> None:
+        by_size = rows.groupby(list(_KEYS), dropna=False)
         self.of_row = by_size.ngroup().to_numpy()  # the point of each row
         self._points = by_size["time_ns"].mean().reset_index()
 
@@ -164,7 +161,7 @@ def _falling(points: _Points, axis: str) -> FloatArray:
     return points.of_each(number[1:], np.where(line[1:] == line[:-1], time_ns[:-1] / time_ns[1:], 0.0))
 
 
-def _too_fast(label: str, rows: Any, points: _Points, operator: str, spec: DeviceSpec) -> FloatArray:
+def _too_fast(label: str, rows: pd.DataFrame, points: _Points, operator: str, spec: DeviceSpec) -> FloatArray:
     """The least time that the data sheet's rates allow over that of each point. Raises ProfileError if the median large
     point took far less, as the unit must be wrong."""
     bound, time_ns = bounds_ns(operator, rows, spec), rows["time_ns"].to_numpy()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -46,10 +46,10 @@ def draw(tables: OperatorTables, operators: Iterable[str], model: str, stem: Pat
 
 def operator_figure(tables: OperatorTables, operator: str, model: ModelSpec, sheet: DeviceSpec | None) -> Figure:
     """Left: times over a size, as measured points and as lines at the data sheet's full rates. Right: their ratio."""
-    rows, about = _of_model(tables.select(operator), operator, model)
+    rows, about = _of_model(tables.select(operator).to_pandas(), operator, model)
     axis, says, _ = _AXES[operator]
     lines = list(_lines(rows, operator, model))
-    dtype = str(rows["dtype"][0])
+    dtype = str(rows["dtype"].iloc[0])
     has_sheet = sheet is not None and has_bound(operator, dtype)
     labels = [label for label, _ in lines]
     with style.styled():
@@ -73,7 +73,7 @@ def operator_figure(tables: OperatorTables, operator: str, model: ModelSpec, she
             axes[0][1].set_title("1: as fast as the data sheet's full rates")
         for panel in axes[0]:
             _log(panel, says)
-        engines = ", ".join(pc.unique(rows["engine"]).to_pylist())
+        engines = ", ".join(rows["engine"].unique())
         figure.suptitle(f"{operator} on {tables.device}, {dtype}{about}; {engines}", fontsize=9)
         style.legend_below(figure, handles, labels)
     return figure
@@ -95,67 +95,60 @@ def _size(value: float) -> str:
     return f"{value:g}"
 
 
-def _of_model(rows: Any, operator: str, model: ModelSpec) -> tuple[Any, str]:
+def _of_model(rows: pd.DataFrame, operator: str, model: ModelSpec) -> tuple[pd.DataFrame, str]:
     """The rows of one dtype, for attention also of the heads nearest to the model's; and these heads as text."""
-    dtypes = pc.value_counts(rows["dtype"]).to_pylist()
-    names = [count["values"] for count in sorted(dtypes, key=lambda count: -count["counts"])]
+    names = list(rows["dtype"].value_counts().index)
     wanted = [] if operator.startswith("all_") else [model.dtype, "float16"]
     dtype = next((name for name in wanted if name in names), names[0])
-    rows = rows.filter(pc.equal(rows["dtype"], dtype))
+    rows = rows[rows["dtype"] == dtype]
     if not operator.startswith("attention"):
         return rows, ""
-    rows = rows.filter(rows["window"].is_null()) if rows["window"].null_count else rows
-    kv_dtypes = pc.unique(rows["kv_dtype"]).to_pylist()
-    kv_dtype = dtype if dtype in kv_dtypes else kv_dtypes[0]
-    rows = rows.filter(pc.equal(rows["kv_dtype"], kv_dtype)) if kv_dtype is not None else rows
-    heads = np.column_stack([rows[name].to_numpy() for name in _HEADS]).astype(np.float64)
-    own = np.array([model.num_attention_heads, model.num_key_value_heads, model.head_dim], dtype=np.float64)
+    rows = rows[rows["window"].isna()] if rows["window"].isna().any() else rows
+    kv_dtype = dtype if (rows["kv_dtype"] == dtype).any() else rows["kv_dtype"].iloc[0]
+    rows = rows[rows["kv_dtype"] == kv_dtype] if pd.notna(kv_dtype) else rows
+    heads = rows[list(_HEADS)].to_numpy(float)
+    own = np.array([model.num_attention_heads, model.num_key_value_heads, model.head_dim], dtype=float)
     nearest = heads[np.abs(np.log(heads / own)).sum(axis=1).argmin()]
-    rows = rows.filter((heads == nearest).all(axis=1))
+    rows = rows[(heads == nearest).all(axis=1)]
     return rows, f", {nearest[0]:.0f} heads, {nearest[1]:.0f} KV heads of {nearest[2]:.0f}, K and V {kv_dtype}"
 
 
-def _lines(rows: Any, operator: str, model: ModelSpec) -> Iterator[tuple[str, Any]]:
+def _lines(rows: pd.DataFrame, operator: str, model: ModelSpec) -> Iterator[tuple[str, pd.DataFrame]]:
     """(label, rows along the axis) of a few lines: GEMMs of the model's shapes, others spread over the table."""
     axis, _, keys = _AXES[operator]
-    counted = rows.group_by(list(keys), use_threads=False).aggregate([([], "count_all")]).to_pylist()
-    most = max(group["count_all"] for group in counted)
-    groups = [group for group in counted if group["count_all"] >= most / 3]
+    lines = dict(iter(rows.groupby(list(keys))))
+    most = max(map(len, lines.values()))
+    chosen: list[Any] = [key for key, line in lines.items() if len(line) >= most / 3]
     if operator == "gemm":
-        groups = list(_nearest_products(groups, model))
+        chosen = _nearest_products(chosen, model)
     elif operator == "elementwise":
-        groups = list(_of_each_kernel(groups, model))
+        chosen = _of_each_kernel(chosen, model)
     elif operator == "attention_mixed":  # one chunk with a growing number of decodes
-        chunk = min(((g["new_tokens"], g["context"]) for g in groups), key=lambda c: (c[1], abs(np.log(c[0] / 512))))
-        groups = [group for group in groups if (group["new_tokens"], group["context"]) == chunk]
-    groups.sort(key=lambda group: tuple(group[key] for key in keys))
-    if len(groups) > _MAX_LINES:
-        places = np.linspace(0, len(groups) - 1, _MAX_LINES).round().astype(int)
-        groups = [groups[place] for place in places]
-    for group in groups:
-        some = rows
-        for key in keys:
-            some = some.filter(pc.equal(some[key], group[key]))
-        named = [(_SHORT.get(key, key), group[key]) for key in keys]
+        chunk = min((key[1:] for key in chosen), key=lambda chunk: (chunk[1], abs(np.log(chunk[0] / 512))))
+        chosen = [key for key in chosen if key[1:] == chunk]
+    if len(chosen) > _MAX_LINES:
+        places = np.linspace(0, len(chosen) - 1, _MAX_LINES).round().astype(int)
+        chosen = [chosen[place] for place in places]
+    for key in chosen:
+        named = [(_SHORT.get(name, name), value) for name, value in zip(keys, key, strict=True)]
         label = ", ".join(value if isinstance(value, str) else f"{name} {value:,}" for name, value in named)
-        yield label, some.sort_by(axis).combine_chunks()
+        yield label, lines[key].sort_values(axis, kind="stable")
 
 
-def _nearest_products(groups: list[dict[str, Any]], model: ModelSpec) -> Iterator[dict[str, Any]]:
-    """For each projection of a layer the [k, n] that is nearest to its own; none is repeated."""
-    shapes = layer_shapes(model, 1)
-    seen = []
+def _nearest_products(shapes: list[Any], model: ModelSpec) -> list[Any]:
+    """For each projection of a layer the (n, k) that is nearest to its own; none is repeated."""
+    own = layer_shapes(model, 1)
+    found = set()
     for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
-        _, n, k = shapes[name]
-        distances = [abs(np.log(group["n"] / n)) + abs(np.log(group["k"] / (k or 1))) for group in groups]
-        group = groups[int(np.argmin(distances))]
-        if group not in seen:
-            seen.append(group)
-            yield group
+        distances = [np.abs(np.log(np.array(shape) / own[name][1:])).sum() for shape in shapes]
+        found.add(shapes[int(np.argmin(distances))])
+    return sorted(found)
 
 
-def _of_each_kernel(groups: list[dict[str, Any]], model: ModelSpec) -> Iterator[dict[str, Any]]:
-    """For each kernel the group with a width of the model's (the widest of these), else its widest group."""
+def _of_each_kernel(groups: list[Any], model: ModelSpec) -> list[Any]:
+    """For each kernel the (kernel, n) with a width of the model's (the widest of these), else its widest."""
     own = [n for operator, n, _ in layer_shapes(model, 1).values() if operator == "elementwise"]
-    for kernel in sorted({group["kernel"] for group in groups}):
-        yield max((g for g in groups if g["kernel"] == kernel), key=lambda group: (group["n"] in own, group["n"]))
+    kernels = sorted({kernel for kernel, _ in groups})
+    return [
+        max((g for g in groups if g[0] == kernel), key=lambda group: (group[1] in own, group[1])) for kernel in kernels
+    ]

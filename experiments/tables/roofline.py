@@ -6,9 +6,8 @@ here because RooflineCost estimates single steps of one model, and counts narrow
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import pandas as pd
 
 from analysis.reading.rows import FloatArray
 from sim.cost.collectives import Collectives, collectives_of
@@ -23,14 +22,14 @@ def has_bound(operator: str, dtype: str) -> bool:
     return operator not in _WITHOUT and (operator in ("all_reduce", "all_gather") or dtype in _BYTES)
 
 
-def bounds_ns(operator: str, rows: Any, spec: DeviceSpec) -> FloatArray:
-    """The least time of each row, ns. All rows are of this operator and of one dtype for which `has_bound`."""
+def bounds_ns(operator: str, rows: pd.DataFrame, spec: DeviceSpec) -> FloatArray:
+    """The least time of each row of a frame, ns. All are of this operator and of one dtype for which `has_bound`."""
     sizes = {name: numbers(rows, name) for name in ("m", "n", "k", "batch", "new_tokens", "context")}
     if operator in ("all_reduce", "all_gather"):
         ranks, index = np.unique(rows["num_ranks"].to_numpy(), return_inverse=True)
         ns_per_byte = np.array([_collective_ns_per_byte(operator, int(size), spec) for size in ranks])
         return ns_per_byte[index] * numbers(rows, "num_bytes")
-    width = _BYTES[str(rows["dtype"][0])]
+    width = _BYTES[str(rows["dtype"].iloc[0])]
     rate = spec.flops_per_s * {1: 2.0, 4: 0.5}.get(width, 1.0)
     if operator == "gemm":
         m, n, k = sizes["m"], sizes["n"], sizes["k"]
@@ -50,11 +49,13 @@ def _collective_ns_per_byte(operator: str, size: int, spec: DeviceSpec) -> float
     return links.all_reduce_ns(1) if operator == "all_reduce" else links.all_gather_ns(1)
 
 
-def _attention(operator: str, rows: Any, sizes: dict[str, FloatArray], width: int) -> tuple[FloatArray, FloatArray]:
+def _attention(
+    operator: str, rows: pd.DataFrame, sizes: dict[str, FloatArray], width: int
+) -> tuple[FloatArray, FloatArray]:
     """FLOPs and bytes of attention, limited to the window."""
     q_size = numbers(rows, "num_heads") * numbers(rows, "head_dim")
     kv_size = 2 * numbers(rows, "num_kv_heads") * numbers(rows, "head_dim")
-    kv_size = kv_size * np.array([_BYTES.get(name or "", width) for name in rows["kv_dtype"].to_pylist()])
+    kv_size = kv_size * np.array([_BYTES.get(name or "", width) for name in rows["kv_dtype"]])
     window = numbers(rows, "window", np.inf)
     batch, new, context = sizes["batch"], sizes["new_tokens"], sizes["context"]
     if operator == "attention_decode":
@@ -73,6 +74,5 @@ def _attention(operator: str, rows: Any, sizes: dict[str, FloatArray], width: in
     return flops, num_bytes
 
 
-def numbers(rows: Any, name: str, missing: float = 0.0) -> FloatArray:
-    values: FloatArray = rows[name].cast("float64").fill_null(missing).to_numpy()
-    return values
+def numbers(rows: pd.DataFrame, name: str, missing: float = 0.0) -> FloatArray:
+    return np.asarray(rows[name].fillna(missing), np.float64)

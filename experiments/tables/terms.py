@@ -34,9 +34,9 @@ def term_lines(tables: OperatorTables) -> list[str]:
 def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
     """Fits GEMMs: time = floor + max(bytes / (rate x efficiency), FLOPs / (rate x efficiency)), with rows rounded up to
     whole tiles. The loss is the mean absolute log error."""
-    rows = tables.select("gemm")
+    rows = tables.select("gemm").to_pandas()
     m, n, k, ns = (numbers(rows, name) for name in ("m", "n", "k", "time_ns"))
-    is_16_bit = np.isin(rows["dtype"].to_pylist(), ("bfloat16", "float16"))
+    is_16_bit = rows["dtype"].isin(("bfloat16", "float16")).to_numpy()
     bytes_ns = 2 * (k * n + m * (k + n)) / spec.memory_bytes_per_s * 1e9
     flops_ns = 2 * np.ceil(m / spec.gemm_tile_rows) * spec.gemm_tile_rows * n * k / spec.flops_per_s * 1e9
     lines = []

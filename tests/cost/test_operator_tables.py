@@ -262,24 +262,26 @@ def test_attention_counts_the_pairs_that_the_mask_leaves(context, new, window):
     pairs = sum(min(position + 1, window or 10**9) for position in range(context, context + new))
     slow = DeviceSpec("h100", flops_per_s=1e3, memory_bytes_per_s=1e20)
     rows = attention("attention_prefill", [1e3], batch=2, new_tokens=new, context=context, window=window)
-    assert bounds_ns("attention_prefill", rows, slow)[0] == pytest.approx(2 * 4 * 8 * 64 * pairs / 1e3 * 1e9)
+    assert bounds_ns("attention_prefill", rows.to_pandas(), slow)[0] == pytest.approx(
+        2 * 4 * 8 * 64 * pairs / 1e3 * 1e9
+    )
     rows = attention(
         "attention_mixed", [1e3], batch=2, new_tokens=new, context=context, decode_context=11, window=window
     )
     seen = pairs + 2 * min(11, window or 11)
-    assert bounds_ns("attention_mixed", rows, slow)[0] == pytest.approx(4 * 8 * 64 * seen / 1e3 * 1e9)
+    assert bounds_ns("attention_mixed", rows.to_pandas(), slow)[0] == pytest.approx(4 * 8 * 64 * seen / 1e3 * 1e9)
 
 
 def test_decodes_read_k_and_v_once_each():
     fast = DeviceSpec("h100", flops_per_s=1e29, memory_bytes_per_s=1e6)
     rows = attention("attention_decode", [1e3], batch=3, context=100, kv_dtype="fp8")
     num_bytes = 3 * 100 * 2 * 2 * 64 * 1 + 2 * 2 * 8 * 64 * 3
-    assert bounds_ns("attention_decode", rows, fast)[0] == pytest.approx(num_bytes / 1e6 * 1e9)
+    assert bounds_ns("attention_decode", rows.to_pandas(), fast)[0] == pytest.approx(num_bytes / 1e6 * 1e9)
 
 
 def test_an_all_reduce_crosses_its_link_twice_almost():
     rows = rows_of(1, operator="all_reduce", num_bytes=1000, num_ranks=4, time_ns=5e3, **NAMES)
-    assert bounds_ns("all_reduce", rows, SHEET)[0] == pytest.approx(2 * 3 / 4 * 1000 / 1e11 * 1e9)
+    assert bounds_ns("all_reduce", rows.to_pandas(), SHEET)[0] == pytest.approx(2 * 3 / 4 * 1000 / 1e11 * 1e9)
 
 
 @pytest.mark.parametrize(("interconnect", "rates"), [("pcie_p2p", (25e9, 25e9)), ("pcie_host", (15e9, 5e9))])
@@ -288,4 +290,4 @@ def test_over_pcie_messages_cross_at_the_slots_rate_or_share_the_hosts(interconn
     for operator, num_crossings in (("all_reduce", 2), ("all_gather", 1)):
         rows = rows_of(2, operator=operator, num_bytes=10**6, num_ranks=[2, 4], time_ns=5e3, **NAMES)
         expected = [num_crossings * (n - 1) / n * 1e6 / rate * 1e9 for n, rate in zip((2, 4), rates, strict=True)]
-        assert bounds_ns(operator, rows, card).tolist() == pytest.approx(expected)
+        assert bounds_ns(operator, rows.to_pandas(), card).tolist() == pytest.approx(expected)

@@ -283,7 +283,7 @@ def test_products_that_are_far_too_slow_are_doubted(factor: float, is_doubted: b
     sheet = DeviceSpec("h100")
     rows = rows_of(
         5, operator="gemm", kernel="k", dtype="bfloat16", m=m, n=size, k=size, engine="e", source="s", licence="l",
-        time_ns=factor * bounds_ns("gemm", bare, sheet),
+        time_ns=factor * bounds_ns("gemm", bare.to_pandas(), sheet),
     )  # fmt: skip
     doubts = checked(OperatorTables("h100", "", rows), sheet).doubts
     said = "gemm: half of 5 large points take more than 1e+03 x the time of the data sheet of h100"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -76,7 +75,7 @@ def study_figure(
     """Left: the signed errors of the means of each run. Right: each predictor's mean absolute percentage error; bars
     beyond 100 % are cut and labelled "cut" with their value. Long labels are wrapped, and the height of the figure
     depends on its rows."""
-    left_labels = [_wrapped(name.lstrip("0123456789-") or name, hyphens=True) for name in runs]
+    left_labels = [_wrapped(name.lstrip("0123456789-") or name) for name in runs]
     right_labels = [_wrapped(name) for name in predictors]
     with style.styled():
         height = max(_height(left_labels), _height(right_labels), 1.6) + 1.0
@@ -103,15 +102,12 @@ def _height(labels: Sequence[str]) -> float:
     return max(0.36, 0.1 + _LINE_IN * most) * len(labels)
 
 
-def _wrapped(label: str, *, hyphens: bool = False) -> str:
-    """The label wrapped at spaces (or hyphens) into a few lines. Long lines are cut; the last word is kept."""
-    text = label.replace("-", "- ") if hyphens else label  # textwrap does not break at a hyphen next to a digit
-    lines = textwrap.wrap(text, _LABEL, break_long_words=False, break_on_hyphens=False)
-    if hyphens:
-        lines = [line.replace("- ", "-") for line in lines]
+def _wrapped(label: str) -> str:
+    """The label in a few lines; of a longer one the middle is left out, and the last word is kept."""
+    lines = style.folded([label], _LABEL)[0].split("\n")
     if len(lines) > _MAX_LINES:
-        lines = [*lines[: _MAX_LINES - 1], f"… {label.rpartition(' ')[2]}"]
-    return style.literal("\n".join(line if len(line) <= _LABEL else line[: _LABEL - 1] + "…" for line in lines))
+        lines = [*lines[: _MAX_LINES - 1], f"… {lines[-1].rpartition(' ')[2]}"]
+    return "\n".join(lines)
 
 
 def _predictors(axes: Axes, predictors: Sequence[Mapping[str, float]], labels: Sequence[str]) -> None:

@@ -49,36 +49,26 @@ class PrefillTracker:
 
     def __init__(self) -> None:
         self.cached: dict[str, int] = {}  # requests with unfinished prefill -> cached tokens found at admission
-        self._finishing: list[str] = []  # requests whose prefill ends with the latest plan
 
-    def rows(self, plan: BatchPlan) -> list[RequestRow]:
-        """Returns the plan's rows by request, in scheduled order. Call it once per plan, before its commit."""
+    def rows(self, plan: BatchPlan) -> tuple[list[RequestRow], dict[str, int]]:
+        """Returns the plan's rows by request, in scheduled order, and `cached` before it. Call it once per plan."""
         for victim in plan.preempted:
             if victim.mode is PreemptionMode.RECOMPUTE:
                 self.cached.pop(victim.request_id, None)
         admitted = {item.request_id: item.num_cached_tokens for item in plan.admitted}
         self.cached.update(admitted)
-        # Only prefills need their position, and making a plan's full rows is expensive.
-        places = [(row.start, row.samples) for row in plan.scheduled] if self.cached else None
-        assert places is None or len(places) == len(plan.num_scheduled), "one (request, tokens) for each row"
+        before = dict(self.cached)
         rows: dict[str, RequestRow] = {}
-        self._finishing = []
-        for index, (request_id, num_tokens) in enumerate(plan.num_scheduled):
+        for (request_id, num_tokens), scheduled in zip(plan.num_scheduled, plan.scheduled, strict=True):
             if request_id in rows:
                 rows[request_id].num_tokens += num_tokens
                 continue
-            start, is_last = 0, False
-            if places is not None and request_id in self.cached:
-                start, is_last = places[index]
-            rows[request_id] = RequestRow(request_id, self._kind(request_id, admitted, plan), start, num_tokens)
-            if is_last:
-                self._finishing.append(request_id)
-        return list(rows.values())
-
-    def forget_finished(self) -> None:
-        """Removes requests whose prefill ends with this plan. Call it after the rows were read."""
-        for request_id in self._finishing:
-            self.cached.pop(request_id, None)
+            row = rows[request_id] = RequestRow(request_id, self._kind(request_id, admitted, plan), 0, num_tokens)
+            if row.is_prefill:
+                row.start = scheduled.start
+                if scheduled.samples:  # its prefill ends with this plan
+                    del self.cached[request_id]
+        return list(rows.values()), before
 
     def _kind(self, request_id: str, admitted: dict[str, int], plan: BatchPlan) -> RowKind:
         if request_id in admitted:
@@ -192,13 +182,13 @@ class DecisionReader:
     def after_plan(self, step: int, plan: BatchPlan) -> Decision:
         """Returns every field that is known once the step at virtual second `step` is planned."""
         system, scheduler, blocks = self._system, self._scheduler, self._scheduler.blocks
-        rows = self._tracker.rows(plan)
-        batch = Batch(plan, rows, self._tracker.cached, blocks.block_size, self._prefix_caching)
+        rows, cached = self._tracker.rows(plan)
+        batch = Batch(plan, rows, cached, blocks.block_size, self._prefix_caching)
         recomputed, swapped = (
             [item.request_id for item in plan.preempted if item.mode is mode]
             for mode in (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP)
         )
-        decision: Decision = {
+        return {
             "step": step,
             "scheduled": system.scheduled(batch),
             "preempted": _sorted(recomputed),
@@ -214,8 +204,6 @@ class DecisionReader:
             "num_waiting": scheduler.num_waiting,
             "num_swapped": scheduler.num_swapped,
         }
-        self._tracker.forget_finished()
-        return decision
 
     def after_commit(self) -> Decision:
         return {"free_blocks_after_commit": self._scheduler.blocks.num_free_blocks}

@@ -112,10 +112,11 @@ class StudyRun:
     def parts(self) -> tuple[str, ...]:
         return (WHOLE, *(f"stage{number}" for number in range(len(self.stages))))
 
-    def num_gaps(self, part: str) -> float | None:
+    @property
+    def num_gaps(self) -> float | None:
         """The number of gaps in the client's stream, by the measured means: fewer than tokens - 1 if chunks had several
         tokens. None if there are no gaps, or ITL is unknown."""
-        known = self.measured_ms[part]
+        known = self.measured_ms[WHOLE]
         if self.num_output_tokens < 2 or not known.get("itl_mean"):
             return None
         return (known["e2e_mean"] - known["ttft_mean"]) / known["itl_mean"]

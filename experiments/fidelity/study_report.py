@@ -1,4 +1,5 @@
-"""Simulates the runs of a study, compares them with measurements and with other predictors, and formats the result."""
+"""Simulates the runs of a study, fits scalars to their first stages, compares them with measurements and with other
+predictors, and formats the result."""
 
 from __future__ import annotations
 
@@ -31,11 +32,7 @@ from testbed.foreign_text import shown
 MERGED = 0.05  # if the number of gaps deviates by more than this share, ITL is not between tokens
 
 
-class Arm(NamedTuple):
-    """This simulator under the given overrides, or also under those of a --beside. who: its name in the tables."""
-
-    who: str
-    overrides: list[str]
+Arms = dict[str, list[str]]  # name in the tables -> overrides: of this simulator as given first, then of each --beside
 
 
 class Fitted(NamedTuple):
@@ -73,15 +70,15 @@ class Score(NamedTuple):
     ours: dict[str, float]
 
 
-def arms_of(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequence[str]) -> list[Arm]:
+def arms_of(runs: Sequence[StudyRun], overrides: Sequence[str], variants: Sequence[str]) -> Arms:
     """This simulator, and itself under each --beside. Builds every cost model before anything is simulated; raises
     TestbedError if one cannot be built."""
     plain = [*RECORDED, *overrides]
-    arms = [Arm(OURS, plain), *(Arm(f"{OURS}, {words}", [*plain, *variant(words)]) for words in variants)]
-    for arm in arms:
+    arms = {OURS: plain} | {f"{OURS}, {words}": [*plain, *variant(words)] for words in variants}
+    for given in arms.values():
         for run in runs:
             try:
-                build_cost(composed(run.settings, arm.overrides))
+                build_cost(composed(run.settings, given))
             except TestbedError as error:
                 raise _placed(error, run) from None
     return arms
@@ -96,19 +93,18 @@ def _placed(error: TestbedError, run: StudyRun) -> TestbedError:
     return error
 
 
-def simulate_study(
-    runs: Sequence[StudyRun], arms: Sequence[Arm], fits: Sequence[Fitted], command: str
-) -> list[Simulated]:
+def simulate_study(runs: Sequence[StudyRun], arms: Arms, fits: Sequence[Fitted], command: str) -> list[Simulated]:
     """Simulates each run under each arm. The results of the first are ours; those of the others, and of fits, are added
     to the predictors of the run."""
     found = []
     with TemporaryDirectory(prefix="testbed-") as scratch:
         for run in progressing(list(runs), "simulate", "run"):
-            configs = [composed(run.settings, arm.overrides) for arm in arms]
-            ours, *others = [_simulated(run, config, Path(scratch, "run"), command) for config in configs]
-            predicted = {arm.who: parts for arm, parts in zip(arms[1:], others, strict=True)} | run.predicted_ms
-            predicted |= {one.who: one.predicted_ms[run.name] for one in fits if run.name in one.predicted_ms}
-            found.append(Simulated(replace(run, predicted_ms=predicted), described(configs[0]), ours))
+            configs = {who: composed(run.settings, given) for who, given in arms.items()}
+            parts = {who: _simulated(run, config, Path(scratch, "run"), command) for who, config in configs.items()}
+            ours = parts.pop(OURS)
+            fitted = {one.who: one.predicted_ms[run.name] for one in fits if run.name in one.predicted_ms}
+            known = replace(run, predicted_ms=parts | run.predicted_ms | fitted)
+            found.append(Simulated(known, described(configs[OURS]), ours))
     return found
 
 
@@ -116,22 +112,23 @@ def _simulated(run: StudyRun, config: RunConfig, folder: Path, command: str) -> 
     return means(simulate(config, trace_of(run, config.seed), folder, command), run)
 
 
-def fit_study(runs: Sequence[StudyRun], arms: Sequence[Arm], names: Sequence[str], command: str) -> list[Fitted]:
+def fit_study(runs: Sequence[StudyRun], arms: Arms, names: Sequence[str], command: str) -> list[Fitted]:
     """Fits the scalars `names` to the first half of each run's stages, for each arm and each run separately, as each
     stage has its own rate; the later stages judge them. A stage has almost ended before the next one begins, so the fit
     uses nothing of the later ones. Runs of one stage get none. Raises ConfigError with a message of one line."""
     several = [run for run in runs if len(run.stages) > 1]
     if not several:
         raise ConfigError("--fit: no run of the study has two stages, one to fit to and one to judge; leave it out")
-    fits = [Fitted(f"{arm.who}, {'+'.join(names)} fitted", {}, {}) for arm in arms]
+    fits = []
     with TemporaryDirectory(prefix="testbed-") as scratch:
         folder = Path(scratch, "run")
-        for arm, fitted in zip(arms, fits, strict=True):
+        for who, given in arms.items():
+            fits.append(fitted := Fitted(f"{who}, {'+'.join(names)} fitted", {}, {}))
             for run in several:
                 num_first = len(run.stages) // 2
                 first = replace(run, stages=run.stages[:num_first])
-                found = _fit(first, names, composed(run.settings, arm.overrides), folder, command)
-                config = composed(run.settings, replaced(arm.overrides, overrides_of(found.fitted)))
+                found = _fit(first, names, composed(run.settings, given), folder, command)
+                config = composed(run.settings, replaced(given, overrides_of(found.fitted)))
                 parts = _simulated(run, config, folder, command)
                 fitted.found[run.name] = found
                 fitted.predicted_ms[run.name] = {part: parts[part] for part in run.parts[1 + num_first :]}
@@ -175,7 +172,7 @@ def notes_on(found: Sequence[Simulated]) -> list[str]:
     """One line for each run whose measured ITL cannot be between tokens, and one that names fields not read."""
     lines = []
     for one in found:
-        gaps, tokens = one.run.num_gaps(WHOLE), one.run.num_output_tokens
+        gaps, tokens = one.run.num_gaps, one.run.num_output_tokens
         if gaps is not None and abs(gaps / (tokens - 1) - 1) > MERGED:
             lines.append(
                 f"{one.run.name}: measured (E2E - TTFT) / ITL is {gaps:.0f} gaps, and {tokens} tokens have "

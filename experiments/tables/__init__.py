@@ -110,7 +110,7 @@ def _list(arguments: list[str]) -> int:
 
 
 def _show(arguments: list[str]) -> int:
-    from experiments.tables.devices import chosen
+    from experiments.tables.devices import entry
     from experiments.tables.summary import range_lines
     from experiments.tables.terms import term_lines
     from testbed.specs.operator_tables import OPERATORS
@@ -121,7 +121,7 @@ def _show(arguments: list[str]) -> int:
     parser.add_argument("--model", help="draw the shapes of this model of the library (llama3.1_8b)")
     parser.add_argument("--plot", type=Path, metavar="STEM", help="writes STEM-<operator>.png and .svg")
     options = parser.parse_args(arguments)
-    model = chosen("model", options.model or "llama3.1_8b")
+    model = entry("model", options.model or "llama3.1_8b")
     tables = _open(options.tables)
     there = [name for name in OPERATORS if tables.select(name).num_rows]
     if options.operator is not None and options.operator not in there:

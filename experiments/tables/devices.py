@@ -12,20 +12,17 @@ from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
 
 
-def chosen(group: str, given: str) -> str:
-    """The value of --device or --model. Raises ConfigError if the library does not have it."""
+def entry(group: str, given: str | None, named: str | None = None, called: str = "") -> str:
+    """The library's entry: that of --device or --model, if given, else `named`, the one of the source's name `called`.
+    Raises ConfigError if the library does not have it."""
     known = options(group)
-    if given not in known:
+    if given is not None and given not in known:
         raise ConfigError(unknown(f"--{group} is {given!r}", given, known))
-    return given
-
-
-def found(group: str, entry: str | None, called: str) -> str:
-    """The library's entry for the source's name `called`. Raises ConfigError if there is none (`entry` is None)."""
-    if entry is None:
+    found = named if given is None else given
+    if found is None:
         problem = f"the library has no {group} {called!r}; say which it is with --{group}"
-        raise ConfigError(unknown(problem, called, options(group)))
-    return entry
+        raise ConfigError(unknown(problem, called, known))
+    return found
 
 
 @lru_cache(maxsize=64)

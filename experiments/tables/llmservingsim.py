@@ -21,7 +21,7 @@ import yaml
 from experiments.configuration.names import device_named, model_named
 from experiments.tables.columns import reason, rows_of
 from experiments.tables.csv_table import CsvTable
-from experiments.tables.devices import chosen, found, layer_shapes, model_spec
+from experiments.tables.devices import entry, layer_shapes, model_spec
 from testbed.errors import ProfileError
 from testbed.foreign_text import parsed, shown, whole
 from testbed.specs.model import DTYPE_BYTES, ModelSpec, check_ranks
@@ -49,13 +49,12 @@ def read(folder: Path, device: str | None = None, model: str | None = None) -> O
         meta = _meta(file)
         gpu = str(meta.get("gpu", meta["hardware"]))
         known = device_named(gpu, meta["hardware"])  # hardware: their folder's name, less specific
-        described[found("device", known, meta["hardware"]) if device is None else chosen("device", device)] = gpu
+        described[entry("device", device, known, meta["hardware"])] = gpu
         if device is not None and known not in (None, device):
             others[f"meta.yaml says {shown(gpu)}, and --device is {device}: are these tables of that device?"] = None
         if len(described) > 1:
             raise ProfileError(f"{folder} holds tables of several devices ({', '.join(described)}); give one's folder")
-        named = found("model", model_named(meta["model"]), meta["model"]) if model is None else chosen("model", model)
-        spec = model_spec(named)
+        spec = model_spec(entry("model", model, model_named(meta["model"]), meta["model"]))
         folders = [folder] if folder.parent == file.parent else sorted(file.parent.glob("tp*"))
         for ranks in folders:
             is_copy = ranks.name != "tp1" and any(other.name == "tp1" for other in folders)

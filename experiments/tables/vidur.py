@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from experiments.tables.columns import rows_of
 from experiments.tables.csv_table import CsvTable
-from experiments.tables.devices import chosen
+from experiments.tables.devices import entry
 from testbed.errors import ConfigError, ProfileError
 from testbed.specs.operator_tables import OperatorTables
 
@@ -57,7 +57,7 @@ def read(folder: Path, device: str | None) -> OperatorTables:
             if num_left_out:
                 doubts.append(f"{file.name}: {num_left_out:,} points across nodes, or of other ranks, are left out")
     rows = pa.concat_tables(tables).combine_chunks()
-    return OperatorTables(chosen("device", device), device, rows, tuple(doubts))
+    return OperatorTables(entry("device", device), device, rows, tuple(doubts))
 
 
 def _mlp(file: Path, label: Any) -> list[Any]:

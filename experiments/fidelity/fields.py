@@ -117,7 +117,8 @@ class Fields:
         return whole_number(value, self.place, self.prefix + field, 1, MAX_NUM_TOKENS, expected)
 
     def duration_s(self, field: str, unit_s: float = 1.0) -> float:
-        return duration_s(self.get(field), self.place, self.prefix + field, unit_s)
+        value = self.required(field, "a number of 0 or more")
+        return duration_s(value, self.place, self.prefix + field, unit_s)
 
     def instant_s(self, field: str) -> float:
         """An instant on any clock, in s."""

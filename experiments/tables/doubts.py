@@ -173,12 +173,9 @@ def check_units(tables: OperatorTables, spec: DeviceSpec) -> None:
     """Raises ProfileError if the times of an operator are so far below what the device allows that their unit must be
     wrong. `checked` does so too, and takes seconds for large tables."""
     for operator in OPERATORS:
-        rows = tables.select(operator)
-        dtypes = rows["dtype"].to_numpy(zero_copy_only=False)
-        for dtype in sorted(set(dtypes)):
+        for dtype, rows in tables.select(operator).to_pandas().groupby("dtype"):
             if has_bound(operator, dtype):
-                some = rows.filter(dtypes == dtype)
-                _check_unit(f"{operator} {dtype}", bounds_ns(operator, some, spec), some["time_ns"].to_numpy(), spec)
+                _check_unit(f"{operator} {dtype}", bounds_ns(operator, rows, spec), rows["time_ns"].to_numpy(), spec)
 
 
 def _check_unit(label: str, bound: FloatArray, time_ns: FloatArray, spec: DeviceSpec) -> None:

@@ -66,7 +66,7 @@ def _products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
 
 def _fp8_products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
     """Fits FP8 GEMMs, whose time includes the quantisation of their inputs, as RooflineCost predicts them."""
-    rows = tables.select("gemm", dtype="fp8")
+    rows = tables.select("gemm", dtype="fp8").to_pandas()
     m, n, k, ns = (numbers(rows, name) for name in ("m", "n", "k", "time_ns"))
     many = (n >= _LARGE) & (k >= _LARGE) & (m >= _MANY_ROWS[0]) & (m <= _MANY_ROWS[1])
     if many.sum() < _MIN_POINTS:

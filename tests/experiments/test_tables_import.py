@@ -334,7 +334,7 @@ def test_vidurs_small_layers_are_found_by_a_price(tmp_path: Path) -> None:
 
 
 def _roofline(model: ModelSpec, size: int) -> RooflineCost:
-    return RooflineCost(model, DeviceSpec("a100", interconnect="nvlink"), tensor_parallel_size=size)
+    return RooflineCost(model, DeviceSpec("a100", interconnect="pcie_p2p"), tensor_parallel_size=size)
 
 
 def test_vidurs_collectives_are_bytes_and_a_gather_is_its_whole(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_the_most_that_can_be_is_a_model() -> None:
 def test_a_device_whose_link_has_no_rate_has_none() -> None:
     DeviceSpec("d", interconnect="pcie_p2p", interconnect_bytes_per_s=0)
     with pytest.raises(ConfigError, match=r"interconnect=nvlink, and d has none: choose pcie_p2p or pcie_host"):
-        DeviceSpec("d", interconnect_bytes_per_s=0)
+        DeviceSpec("d", interconnect="nvlink")
     with pytest.raises(ConfigError, match=r"interconnect=xgmi, and d has none"):
         DeviceSpec("d", interconnect="xgmi", interconnect_bytes_per_s=0)
 

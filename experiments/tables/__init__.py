@@ -15,11 +15,12 @@ from testbed.specs.operator_tables import OperatorTables, read_operator_tables, 
 USAGE = """usage: testbed tables <command> ...
 
   import <source> [<dir>] --out <file>.parquet   one file of measured operators; sources: aiconfigurator (the installed
-                                                 package), llmservingsim <dir>, vidur <dir>
+                                                 package), llmservingsim <dir>, vidur <dir>, own <file>.csv
   list [<file>]                                  what the installed package covers, or what a file holds
   show <file or device> [--operator gemm] [--plot <stem>]   ranges of each operator; figures beside the data sheet
 """
-SOURCES = ("aiconfigurator", "llmservingsim", "vidur")
+SOURCES = ("aiconfigurator", "llmservingsim", "vidur", "own")
+_CONFIG_DIR = "a folder of your own options, with device/<name>.yaml"
 _NOT_OPERATORS = {
     "splitwise": "splitwise's perf_model.csv times whole steps and requests, of which no operator's time can be made"
 }
@@ -39,8 +40,11 @@ def main(arguments: list[str]) -> int:
 def _import(arguments: list[str]) -> int:
     parser = Parser("testbed tables import", description="Measured operators as one Parquet file.")
     parser.add_argument("source", help=", ".join(SOURCES))
-    parser.add_argument("folder", nargs="?", type=Path, help="of the source's files; aiconfigurator finds its own")
-    parser.add_argument("--device", help="its name in the device library (testbed list device)")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="of the source's files, or your own CSV; aiconfigurator finds its own"
+    )
+    parser.add_argument("--device", help="its name in the device library (testbed list device), or in --config-dir")
+    parser.add_argument("--config-dir", help=_CONFIG_DIR)
     parser.add_argument("--model", help="llmservingsim: its name in the model library, where meta.yaml's is not there")
     parser.add_argument("--engine", help="aiconfigurator: vllm (default), sglang, trtllm")
     parser.add_argument("--version", help="aiconfigurator: of the engine (the newest)")
@@ -57,7 +61,7 @@ def _import(arguments: list[str]) -> int:
     from experiments.tables.summary import doubt_lines
 
     tables = _read_source(options)
-    tables = checked(tables, device_spec(tables.device))
+    tables = checked(tables, device_spec(tables.device, options.config_dir))
     command = shlex.join(["testbed", "tables", "import", *arguments])
     with writing(options.out):
         write_operator_tables(options.out, tables, command, date=datetime.now(UTC).isoformat(timespec="seconds"))
@@ -83,6 +87,12 @@ def _read_source(options: argparse.Namespace) -> OperatorTables:
                 "aiconfigurator has tables of many devices; choose one with --device (testbed tables list)"
             )
         return load(options.device, options.engine or "vllm", options.version, systems=options.folder)
+    if options.source == "own":
+        from experiments.tables import own
+
+        if options.folder is None or options.device is None:
+            raise ConfigError("own needs a CSV and the device that was measured: own <file>.csv --device <name>")
+        return own.read(options.folder, options.device)
     if options.folder is None or not options.folder.is_dir():
         where = "no folder is given" if options.folder is None else f"there is no folder {options.folder}"
         raise ConfigError(f"{where}; give that of {options.source}'s files")
@@ -110,7 +120,7 @@ def _list(arguments: list[str]) -> int:
 
 
 def _show(arguments: list[str]) -> int:
-    from experiments.tables.devices import entry
+    from experiments.tables.devices import device_spec, entry
     from experiments.tables.summary import range_lines
     from experiments.tables.terms import term_lines
     from testbed.specs.operator_tables import OPERATORS
@@ -119,22 +129,24 @@ def _show(arguments: list[str]) -> int:
     parser.add_argument("tables", help="a file of `testbed tables import`, or a device that the package covers")
     parser.add_argument("--operator", help=", ".join(OPERATORS))
     parser.add_argument("--model", help="draw the shapes of this model of the library (llama3.1_8b)")
+    parser.add_argument("--config-dir", help=_CONFIG_DIR)
     parser.add_argument("--plot", type=Path, metavar="STEM", help="writes STEM-<operator>.png and .svg")
     options = parser.parse_args(arguments)
     model = entry("model", options.model or "llama3.1_8b")
     tables = _open(options.tables)
+    spec = device_spec(tables.device, options.config_dir)
     there = [name for name in OPERATORS if tables.select(name).num_rows]
     if options.operator is not None and options.operator not in there:
         raise ConfigError(unknown(f"{options.tables} has no operator {options.operator!r}", options.operator, there))
     operators = there if options.operator is None else [options.operator]
     print(*range_lines(tables, operators), sep="\n")
     if options.operator is None:
-        print(*term_lines(tables), sep="\n")
+        print(*term_lines(tables, spec), sep="\n")
     if options.plot is not None:
         from experiments.tables.figures import draw
 
         stem = options.plot.with_suffix("") if options.plot.suffix in (".png", ".svg") else options.plot
-        for path in draw(tables, operators, model, stem):
+        for path in draw(tables, operators, model, spec, stem):
             print(path)
     return 0
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from experiments.configuration.compose import compose_config
 from experiments.configuration.options import options
+from experiments.configuration.overrides import library_of, with_searched
 from testbed.errors import ConfigError
 from testbed.foreign_text import unknown
 from testbed.specs.device import DeviceSpec
@@ -26,10 +27,12 @@ def entry(group: str, given: str | None, named: str | None = None, called: str =
 
 
 @lru_cache(maxsize=64)
-def device_spec(name: str) -> DeviceSpec | None:
-    """The data sheet of a device of the library; None if the library does not have it. Cached, as every run of a sweep
-    asks."""
-    return compose_config([f"device={name}"]).device if name in options("device") else None
+def device_spec(name: str, config_dir: str | None = None) -> DeviceSpec | None:
+    """The data sheet of a device of the library, or of the user's own options; None if neither has it. Cached, as every
+    run of a sweep asks."""
+    searched = with_searched([] if config_dir is None else [f"--config-dir={config_dir}"])
+    known = library_of(searched).names("device")
+    return compose_config([*searched, f"device={name}"]).device if name in known else None
 
 
 def model_spec(name: str) -> ModelSpec:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from analysis.plots import style
-from experiments.tables.devices import device_spec, layer_shapes, model_spec
+from experiments.tables.devices import layer_shapes, model_spec
 from experiments.tables.roofline import bounds_ns, has_bound
 from testbed.specs.device import DeviceSpec
 from testbed.specs.model import ModelSpec
@@ -35,9 +35,12 @@ _SHORT = {"num_ranks": "ranks", "new_tokens": "new"}
 _HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 
-def draw(tables: OperatorTables, operators: Iterable[str], model: str, stem: Path) -> Iterator[Path]:
-    """Writes `<stem>-<operator>.png` and `.svg` for each operator with sizes. model: the one whose shapes are drawn."""
-    spec, sheet = model_spec(model), device_spec(tables.device)
+def draw(
+    tables: OperatorTables, operators: Iterable[str], model: str, sheet: DeviceSpec | None, stem: Path
+) -> Iterator[Path]:
+    """Writes `<stem>-<operator>.png` and `.svg` for each operator with sizes. model: the one whose shapes are drawn.
+    sheet: the device's data sheet, if anybody has it."""
+    spec = model_spec(model)
     for operator in operators:
         if operator in _AXES:
             figure = operator_figure(tables, operator, spec, sheet)

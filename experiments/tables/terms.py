@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 
 from analysis.reading.rows import FloatArray
-from experiments.tables.devices import device_spec
 from experiments.tables.roofline import numbers
 from sim.cost.collectives import collectives_of
 from sim.cost.roofline import RooflineCost
@@ -21,13 +20,12 @@ _MIN_BYTES, _MAX_ROWS = 8e6, 64  # GEMMs bound by reading weights, as in a decod
 _LARGE, _MANY_ROWS = 2048, (128, 8192)  # GEMMs bound by FLOPs, as in a prefill
 _MESSAGES = (2**17, 2**26)  # message sizes, in bytes, in steps of a model with some billion weights
 _TIMED_WITH_LAUNCHES = "_eager"
-_MIN_POINTS = 20
+_MIN_POINTS = 12
 
 
-def term_lines(tables: OperatorTables) -> list[str]:
-    """Lines with the fitted terms next to those of the library's device. Empty if the tables have too few points, or
-    the library lacks the device."""
-    spec = device_spec(tables.device)
+def term_lines(tables: OperatorTables, spec: DeviceSpec | None) -> list[str]:
+    """Lines with the fitted terms next to those of the device. Empty if the tables have too few points, or if nobody
+    has the device's data sheet."""
     return [] if spec is None else [*_products(tables, spec), *_fp8_products(tables, spec), *_all_reduces(tables, spec)]
 
 

@@ -39,14 +39,14 @@ def test_planted_terms_are_found() -> None:
         for kernel, times in (("graph", fast), ("NCCL", [1.5 * one for one in fast]), ("x_eager", [1.0] * len(fast))):
             columns = {"num_bytes": messages}
             rows.append(table("all_reduce", columns, times, kernel=kernel, dtype="bfloat16", num_ranks=size))
-    few, many, reduced = term_lines(OperatorTables("h100", "ours", pa.concat_tables(rows)))
+    few, many, reduced = term_lines(OperatorTables("h100", "ours", pa.concat_tables(rows)), spec)
     assert reduced.startswith("all-reduces of 128 KB to 64 MB fit interconnect_efficiency=0.4 ")
     fitted = dict(word.split("=") for line in (few, many) for word in line.split(" (")[0].split() if "=" in word)
     assert float(fitted["gemm_floor_ns"]) == pytest.approx(floor_ns, rel=0.15)
     assert float(fitted["memory_efficiency"]) == pytest.approx(memory, rel=0.03)
     assert float(fitted["compute_efficiency"]) == pytest.approx(compute, rel=0.03)
-    assert term_lines(OperatorTables("another", "ours", rows[0])) == []
-    assert term_lines(OperatorTables("h100", "ours", rows[0].slice(0, 10))) == []
+    assert term_lines(OperatorTables("another", "ours", rows[0]), None) == []
+    assert term_lines(OperatorTables("h100", "ours", rows[0].slice(0, 10)), spec) == []
 
 
 def test_the_efficiency_of_fp8_products_is_found() -> None:
@@ -60,7 +60,7 @@ def test_the_efficiency_of_fp8_products_is_found() -> None:
     measured = times(0.4)
     columns = dict(zip("mnk", map(list, zip(*points, strict=True)), strict=True))
     rows = table("gemm", columns, [float(ns) for ns in measured], kernel="k", dtype="fp8")
-    (line,) = term_lines(OperatorTables("h100", "ours", rows))
+    (line,) = term_lines(OperatorTables("h100", "ours", rows), h100)
     said, of_library = line.split(" (device=h100 has 0.52: ")
     assert said.endswith(" rows, with the quantisation of their inputs, fit fp8_efficiency=0.4")
     off = [

@@ -1,0 +1,83 @@
+"""`testbed tables import own`: a CSV of one's own kernels, for a device of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testbed.specs.operator_tables import read_operator_tables
+from tests.experiments.kit import Say, option
+
+HEADER = "operator,m,n,k,num_heads,num_kv_heads,head_dim,batch,new_tokens,context,time_us"
+GEMMS = [
+    (m, n, k) for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)) for m in (1, 8, 64, 256, 8192)
+]
+
+
+def rows() -> list[str]:
+    """GEMMs at 45 % of 2.5 PFLOPS and 80 % of 8 TB/s after a floor of 6 us; a few points of attention."""
+    lines = [HEADER]
+    for m, n, k in GEMMS:
+        time_us = 6 + 1e6 * max(2 * m * n * k / (2.5e15 * 0.45), 2 * (n * k + m * (n + k)) / (8e12 * 0.8))
+        lines.append(f"gemm,{m},{n},{k},,,,,,,{time_us}")
+    lines += [f"attention_decode,,,,32,8,128,{batch},,{512 * batch},{5 + batch}" for batch in (1, 16, 128)]
+    return [*lines, "attention_prefill,,,,32,8,128,1,512,0,9.5"]
+
+
+def files(folder: Path, lines: list[str]) -> list[str]:
+    """Writes the CSV and the device's file; returns the arguments that name both."""
+    rates = "memory_bytes: 288000000000\nmemory_bytes_per_s: 8e12\nflops_per_s: 2.5e15\n"
+    option(folder, "device/mine", f"defaults: [mi300x, _self_]\n{rates}")
+    (folder / "mine.csv").write_text("\n".join([*lines, ""]))
+    return ["own", str(folder / "mine.csv"), "--device", "mine", "--config-dir", str(folder)]
+
+
+def test_points_of_a_csv_price_a_device_of_ones_own(tmp_path: Path, say: Say) -> None:
+    out = tmp_path / "mine.parquet"
+    say("tables", "import", *files(tmp_path, rows()), "--out", str(out)).success()
+    tables = read_operator_tables(out)
+    assert tables.select("gemm", m=64, n=4096, k=4096)["time_ns"].to_pylist() == pytest.approx([11406.7], rel=1e-4)
+    assert tables.select("attention_prefill")["kv_dtype"].to_pylist() == ["bfloat16"]
+    assert set(tables.select("gemm")["kv_dtype"].to_pylist()) == {None}
+    shown = say("tables", "show", str(out), "--config-dir", str(tmp_path)).success()
+    assert "fit gemm_floor_ns=6000 memory_efficiency=0.8 (device=mine has 5000 and" in shown
+    assert "fit compute_efficiency=0.45 " in shown
+    assert "compute_efficiency" not in say("tables", "show", str(out)).success(), "only its options say its rates"
+    priced = ("--config-dir", str(tmp_path), "device=mine", "cost=tables", f"cost.path={out}", "trace.num_requests=3")
+    said = say("run", *priced, "model=llama3.1_8b", f"hydra.run.dir={tmp_path / 'run'}").success()
+    assert "of the time is measured (mine.csv own)" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "message"),
+    [
+        (0, HEADER.replace("time_us", "time"), "has no time; expected one of time_ms, time_us, time_ns"),
+        (0, f"{HEADER},time_ns", "has time_us and time_ns; expected one of"),
+        (0, HEADER.replace("operator", "kind"), "lacks the column 'operator'"),
+        (1, "gem,1,2,3,,,,,,,7", "mine.csv:2: operator is 'gem'; expected one of gemm, "),
+        (1, "gemm,1.5,2,3,,,,,,,7", "mine.csv:2: m is '1.5'; expected a whole number"),
+        (1, "gemm,,2,3,,,,,,,7", "row 0: m is null; expected at least 1: gemm needs it"),
+        (1, "gemm,1,2,3,,,,,,,0", "mine.csv:2: time_us is '0'; expected us, from 0.1 to"),
+    ],
+)
+def test_a_bad_csv_is_told_with_place_and_expectation(
+    tmp_path: Path, say: Say, line: int, text: str, message: str
+) -> None:
+    lines = rows()
+    lines[line] = text
+    if line == 0 and text.endswith(",time_ns"):
+        lines[1:] = [f"{one},5" for one in lines[1:]]
+    assert message in say("tables", "import", *files(tmp_path, lines), "--out", str(tmp_path / "o.parquet")).error()
+    assert not (tmp_path / "o.parquet").exists()
+
+
+def test_times_a_thousand_times_too_short_are_refused(tmp_path: Path, say: Say) -> None:
+    lines = [HEADER.replace("time_us", "time_ns"), *(f"gemm,{m},65536,65536,,,,,,,9000" for m in (64, 256, 512, 1024))]
+    arguments = files(tmp_path, lines)
+    assert "in the right unit?" in say("tables", "import", *arguments, "--out", str(tmp_path / "o.parquet")).error()
+
+
+def test_what_it_needs_is_said(tmp_path: Path, say: Say) -> None:
+    error = say("tables", "import", "own", "--out", str(tmp_path / "o.parquet")).error()
+    assert "own needs a CSV and the device that was measured: own <file>.csv --device <name>" in error

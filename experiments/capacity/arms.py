@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from experiments.configuration.compose import check_values, compose_raw
 from experiments.configuration.config import GROUPS, RunConfig
 from experiments.configuration.grammar import parsed
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import check_num_points, library_of, of_one_point, swept_values, with_swept
+from experiments.configuration.overrides import combinations, file_of_swept, library_of, swept_values, with_swept
 from experiments.configuration.settings import NO_DEADLINES
 from experiments.wiring.engines import num_engines
 from experiments.wiring.traces import build_source
@@ -70,32 +68,28 @@ class Arm:
 def parse(overrides: Sequence[str]) -> tuple[list[Arm], tuple[int, ...]]:
     """The policies and the seeds that the overrides give. Raises ConfigError with a message of one line."""
     overrides = with_swept(overrides)
-    library = library_of(overrides)
-    choices = _choices(overrides, library)
+    choices = _choices(overrides, library_of(overrides))
     seeds = tuple(_whole(item) for item in choices.pop("seed", ["seed=0"]))
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seed={','.join(map(str, seeds))} has one twice; a seed is simulated once")
-    check_values(overrides, is_sweep=True)
+    with file_of_swept(overrides):
+        keys = check_values(overrides, is_sweep=True)
+        points = [(swept, compose_raw(own)) for swept, own in combinations(choices, keys)]
     for key in ("trace.rate", "trace.rate_scale"):
         if len(choices.get(key, [])) > 1:
             raise ConfigError(f"{key} has several values; it is what is searched: give one, to start with")
-    swept = [key for key, values in choices.items() if len(values) > 1]
-    check_num_points(prod(map(len, choices.values())), " × ".join(swept))
+    if twice := [item for values in choices.values() for item in values if values.count(item) > 1]:
+        raise ConfigError(f"{twice[0]} is given twice; name each policy once")
     arms: dict[str, Arm] = {}
     options: dict[str, dict[str, Any]] = {}  # of the groups that are swept, as the words that choose them
     seen: dict[str, _Arrivals] = {}
     shares: dict[tuple[str, ...], float] = {}
-    for items in product(*choices.values()):
-        own = of_one_point(items, library)
-        said = {key: item.lstrip("+") for key, item in zip(choices, items, strict=True) if key in swept and item in own}
-        name = " ".join(said.values()).removeprefix("scheduler=")
-        if name in arms and len(own) < len(items):
-            continue  # differs from an earlier policy only in keys that do not apply to it
-        arm = _arm(name, own, seeds, seen, shares)
-        if arm.name in arms:
-            raise ConfigError(f"{' '.join(said.values())} is given twice; name each policy once")
+    for swept, raw in points:
+        said = [item.lstrip("+") for item in swept]
+        arm = _arm(" ".join(said).removeprefix("scheduler="), raw, seeds, seen, shares)
         arms[arm.name] = arm
-        options[arm.name] = {f"{key}.name": item.partition("=")[2] for key, item in said.items() if key in GROUPS}
+        chosen = (item.partition("=") for item in said)
+        options[arm.name] = {f"{group}.name": option for group, _, option in chosen if group in GROUPS}
     return _named([*arms.values()], [*options.values()]), seeds
 
 
@@ -141,12 +135,12 @@ def _whole(item: str) -> int:
 
 def _arm(
     name: str,
-    overrides: list[str],
+    raw: dict[str, Any],
     seeds: tuple[int, ...],
     seen: dict[str, _Arrivals],
     shares: dict[tuple[str, ...], float],
 ) -> Arm:
-    raw = RunConfig.from_container(compose_raw(overrides)).raw
+    raw = RunConfig.from_container(raw).raw
     raw["record"] |= _UNRECORDED
     config = RunConfig.from_container(raw)
     named = str(raw["trace"].get("_target_", config.trace.name))

@@ -28,6 +28,7 @@ from experiments.configuration.on_device import slow_engine
 from experiments.configuration.options import OVERLAYS
 from experiments.configuration.overrides import (
     emptied,
+    file_of_swept,
     is_sweep,
     not_emptied,
     of_points,
@@ -71,7 +72,8 @@ def run_app(arguments: list[str]) -> int:
         if sweeps and not any(item in _SWEEPS for item in flags):
             flags.append("-m")  # before Hydra composes: it rejects several values of `experiment` without this flag
         swept = with_swept(overrides) if sweeps else overrides
-        keys = check_values(swept, is_sweep=sweeps)
+        with file_of_swept(swept):
+            keys = check_values(swept, is_sweep=sweeps)
         overrides = emptied(of_points(overrides, keys) if sweeps else overrides)
     _check_hydras(overrides)
     register()

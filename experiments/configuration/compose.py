@@ -30,11 +30,11 @@ from experiments.configuration.options import is_shipped, options
 from experiments.configuration.overrides import (
     check,
     chooses,
-    covering,
     is_hydras,
     is_value,
+    of_one_point,
     refuse_repeated,
-    swept_in_files,
+    swept_values,
 )
 from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
@@ -65,20 +65,13 @@ def compose_raw(overrides: list[str]) -> dict[str, Any]:
 
 def check_values(overrides: Sequence[str], *, is_sweep: bool = False) -> Keys:
     """Returns the keys of the chosen options. Raises ConfigError with a one-line message for an override that Hydra's
-    app could not apply. is_sweep: whether a key may have several values, all of which are checked."""
-    try:
-        keys = check(overrides, is_sweep=is_sweep)
-        for point in covering(overrides, keys):
-            own = check(point)  # of several options only one has the file of which an error is
-            _laid(_chosen(point, own), point, own)
-    except ConfigError as error:
-        for file, swept in swept_in_files(overrides):
-            try:
-                check_values([item for item in overrides if item not in swept], is_sweep=is_sweep)
-            except ConfigError:
-                continue  # what is wrong is, or is also, elsewhere
-            raise ConfigError(f"{file}: {error}") from None
-        raise
+    app could not apply. is_sweep: whether a key may have several values; of these the first is checked here, and each
+    where the points are composed."""
+    keys = check(overrides, is_sweep=is_sweep)
+    first = [swept_values(item, keys.library)[0] for item in map(parsed, overrides) if not is_hydras(item)]
+    point = of_one_point(first, keys)
+    own = check(point)  # of several options only one has the file of which an error is
+    _laid(_chosen(point, own), point, own)
     return keys
 
 

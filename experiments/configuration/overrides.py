@@ -6,9 +6,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
-from itertools import chain, islice
+from itertools import chain, islice, product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +57,6 @@ def check(overrides: Sequence[str], *, chosen: Mapping[str, str | None] | None =
     for item in items:
         _check(item, keys)
     return keys
-
-
-def covering(overrides: Sequence[str], keys: Keys) -> Iterator[list[str]]:
-    """Yields overrides that together have each option and, with each, every value for it, without keys of Hydra's. A
-    key that is added is there when its next value comes, so that replaces it."""
-    items = [item for item in map(parsed, overrides) if not is_hydras(item)]
-    texts = [found for item in items if (found := _texts(item, keys.library))]
-    choices = [found for found in texts if not is_value(found[0])]
-    swept = [found for found in texts if is_value(found[0])]
-    values = [text for first, *more in swept for text in (first, *(re.sub(r"^\+\+?", "++", one) for one in more))]
-    nowhere = [text for text in values if not any(_has(keys, parsed(text)))]
-    for number in range(max(map(len, choices), default=1)):
-        own = [found[number % len(found)] for found in choices]
-        kept = of_one_point([*own, *values], keys.library)
-        yield [*own, *(text for text in values if text in kept or text in nowhere)]
 
 
 def is_hydras(item: Override) -> bool:
@@ -141,12 +128,29 @@ def of_points(overrides: Sequence[str], keys: Keys) -> list[str]:
     return made
 
 
-def of_one_point(overrides: Sequence[str], library: Library) -> list[str]:
+def of_one_point(overrides: Sequence[str], keys: Keys) -> list[str]:
     """Returns the overrides of one point, without keys that its options do not have: in `backend=sim,real
-    backend.pace=probe_scaled`, only the points of the real engine get the pace."""
+    backend.pace=probe_scaled`, only the points of the real engine get the pace. keys: those of all the sweep's options;
+    what none of them has stays, to be refused."""
     items = [parsed(text) for text in overrides]
-    keys = _keys(items, library, {})
-    return [text for text, item in zip(overrides, items, strict=True) if any(_has(keys, item))]
+    own = _keys(items, keys.library, {})
+    return [
+        text for text, item in zip(overrides, items, strict=True) if any(_has(own, item)) or not any(_has(keys, item))
+    ]
+
+
+def combinations(choices: Mapping[str, Sequence[str]], keys: Keys) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """Yields (the swept ones of its overrides, all its overrides) of each point. As in Hydra, the last key varies
+    fastest. choices: by key, an override for each of its values. keys: those of all the sweep's options."""
+    swept = [key for key, values in choices.items() if len(values) > 1]
+    check_num_points(prod(map(len, choices.values())), " × ".join(swept))
+    known = set()
+    for items in product(*choices.values()):
+        own = of_one_point(items, keys)
+        told = tuple(item for key, item in zip(choices, items, strict=True) if key in swept and item in own)
+        if told not in known:  # else it differs only in keys that its options do not have
+            known.add(told)
+            yield told, own
 
 
 def _has(keys: Keys, item: Override) -> list[bool]:
@@ -225,13 +229,19 @@ def _swept(overrides: Sequence[str]) -> dict[str, Any]:
     return swept
 
 
-def swept_in_files(overrides: Sequence[str]) -> Iterator[tuple[Path, set[str]]]:
-    """Yields each file of the user's own experiments with those of the overrides that are what it sweeps."""
-    choices = [item for item in overrides if item.startswith((f"{OVERLAYS}=", "hydra.searchpath="))]
-    for file, params in _of_overlays(choices, "hydra.sweeper.params"):
-        swept = {f"{key}={values}" for key, values in (params or {}).items()} & set(overrides)
-        if swept and not file.is_relative_to(CONF):
-            yield file, swept
+@contextmanager
+def file_of_swept(overrides: Sequence[str]) -> Iterator[None]:
+    """Context in which an error about a key that a file of the user's own experiments sweeps begins with that file.
+    overrides: those of the sweep, with what the experiments sweep."""
+    try:
+        yield
+    except ConfigError as error:
+        choices = [item for item in overrides if item.startswith((f"{OVERLAYS}=", "hydra.searchpath="))]
+        for file, params in _of_overlays(choices, "hydra.sweeper.params"):
+            swept = "|".join(re.escape(key) for key, values in (params or {}).items() if f"{key}={values}" in overrides)
+            if swept and not file.is_relative_to(CONF) and re.search(rf"\b({swept})(?![\w.])", str(error)):
+                raise ConfigError(f"{file}: {error}") from None
+        raise
 
 
 def refuse_swept(overrides: Sequence[str]) -> None:
@@ -286,13 +296,8 @@ def _choices(items: list[Override]) -> dict[str, Override]:
 
 def _values(item: Override, library: Library) -> list[Any]:
     """Returns an override's single value, or its swept values; none if the sweep is not a list."""
-    return [parsed(text).value() for text in _texts(item, library)]
-
-
-def _texts(item: Override, library: Library) -> list[str]:
-    """Returns key=value for each value of an override; none if it sweeps something else than a list."""
     try:
-        return swept_values(item, library)
+        return [parsed(text).value() for text in swept_values(item, library)]
     except ConfigError:
         return []  # reported where the sweep is made
 

@@ -6,8 +6,6 @@ takes longer to compose a small point than it takes to simulate it.
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import shlex
 import shutil
@@ -30,13 +28,7 @@ from experiments.configuration.config import GROUPS, JUDGING, RunConfig
 from experiments.configuration.grammar import parsed
 from experiments.configuration.on_device import check_device, slow_engine, unlike_clocks
 from experiments.configuration.options import Library
-from experiments.configuration.overrides import (
-    check_num_points,
-    library_of,
-    of_one_point,
-    searched,
-    swept_values,
-)
+from experiments.configuration.overrides import check, combinations, file_of_swept, searched, swept_values
 from experiments.configuration.saved import read_manifest
 from experiments.console import from_here
 from experiments.runs.identity import identity_of
@@ -86,10 +78,14 @@ def run_sweep(context: HydraContext, config: DictConfig, arguments: list[str]) -
             "leave it out (docs/sweeps.md)"
         )
     root = named_folder("hydra.sweep.dir", config.hydra.sweep.dir).absolute()
-    choices = _choices([*map(parsed, arguments)], library_of(of_hydra))
-    command = _command(of_hydra, choices, str(config.hydra.sweep.dir))
-    sweep = _Sweep(config, context, of_hydra, command, _combinations(choices, library_of(of_hydra)), root)
-    points = _points(sweep)
+    overrides = [*searched(of_hydra), *arguments]
+    with file_of_swept(overrides):
+        keys = check(overrides, is_sweep=True)
+        choices = _choices([*map(parsed, arguments)], keys.library)
+        command = _command(of_hydra, choices, str(config.hydra.sweep.dir))
+        named = [(" ".join(swept), own) for swept, own in combinations(choices, keys)]
+        sweep = _Sweep(config, context, of_hydra, command, named, root)
+        points = _points(sweep)
     _say_unknown_baseline([config for _, config in points])
     todo, before = _left_to_run(sweep, points)
     configs = [config for _, config in points if todo]
@@ -136,18 +132,6 @@ def _command(of_hydra: list[str], choices: dict[str, list[str]], root: str) -> s
     """Returns the command that repeats the sweep in the same folder."""
     of_keys = [",".join([first, *(one.partition("=")[2] for one in more)]) for first, *more in choices.values()]
     return shlex.join(["testbed", "run", "-m", *searched(of_hydra), *of_keys, f"hydra.sweep.dir={root}"])
-
-
-def _combinations(choices: dict[str, list[str]], library: Library) -> list[tuple[str, list[str]]]:
-    """Returns (label, overrides) of each point; the label is its swept overrides. As in Hydra, the last key varies
-    fastest."""
-    swept = [index for index, values in enumerate(choices.values()) if len(values) > 1]
-    check_num_points(math.prod(map(len, choices.values())), " × ".join(key for key, one in choices.items() if one[1:]))
-    points: dict[str, list[str]] = {}
-    for combination in itertools.product(*choices.values()):
-        own = of_one_point(combination, library)
-        points.setdefault(" ".join(combination[index] for index in swept if combination[index] in own), own)
-    return list(points.items())
 
 
 def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:

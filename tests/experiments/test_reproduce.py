@@ -10,8 +10,8 @@ import pytest
 from analysis.load import load_sweep
 from analysis.reports.report import commands_of
 from experiments.configuration.grammar import parsed
-from experiments.configuration.overrides import library_of
-from experiments.sweeps.sweep import _choices, _combinations
+from experiments.configuration.overrides import check, combinations
+from experiments.sweeps.sweep import _choices
 from tests.experiments.kit import Say, manifest_of
 from tests.experiments.test_sweeps import POINTS, sweep
 
@@ -31,8 +31,8 @@ def commands_in(folder: Path) -> list[str]:
 
 def points_of(overrides: list[str]) -> set[tuple[str, ...]]:
     """What each point of a sweep is given."""
-    library = library_of(overrides)
-    return {tuple(own) for _, own in _combinations(_choices(list(map(parsed, overrides)), library), library)}
+    keys = check(overrides, is_sweep=True)
+    return {tuple(own) for _, own in combinations(_choices(list(map(parsed, overrides)), keys.library), keys)}
 
 
 def given_in(folder: Path) -> set[tuple[str, ...]]:

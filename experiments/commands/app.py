@@ -7,10 +7,12 @@ Python. A run that needs more of Hydra (its flags and keys, overlays, interpolat
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -19,7 +21,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from experiments.configuration.compose import check_values, compose_config, compose_from, hydra_app, in_one_line
 from experiments.configuration.config import RunConfig, register
@@ -27,11 +29,9 @@ from experiments.configuration.grammar import is_text, literal, parsed, quoted, 
 from experiments.configuration.on_device import slow_engine
 from experiments.configuration.options import OVERLAYS
 from experiments.configuration.overrides import (
-    emptied,
     file_of_swept,
+    for_hydra,
     is_sweep,
-    not_emptied,
-    of_points,
     refuse_repeated,
     refuse_swept,
     searched,
@@ -66,7 +66,7 @@ def run_app(arguments: list[str]) -> int:
     flags, overrides = _split(arguments)
     if not flags and not any(map(_is_hydras, overrides)):
         return _run_alone(overrides)
-    sweeps, keys = False, None
+    sweeps, keys, job, composed = False, None, _Job(overrides), overrides
     if not _UNCHECKED.intersection(item.partition("=")[0] for item in flags):
         sweeps = any(item in _SWEEPS for item in arguments) or is_sweep(overrides)
         if sweeps and not any(item in _SWEEPS for item in flags):
@@ -74,19 +74,19 @@ def run_app(arguments: list[str]) -> int:
         swept = with_swept(overrides) if sweeps else overrides
         with file_of_swept(swept):
             keys = check_values(swept, is_sweep=sweeps)
-        overrides = emptied(of_points(overrides, keys) if sweeps else overrides)
+        composed = for_hydra(overrides, keys)
     _check_hydras(overrides)
     register()
     Plugins.instance().register(PointsSweeper)  # Hydra's plugin search does not find it in an editable installation
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["testbed run", *flags, *overrides]  # argparse wants flags first
+    sys.argv = ["testbed run", *flags, *composed]  # argparse wants flags first
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us instead of being printed
     try:
         with in_one_line(overrides, keys), redirect_stderr(cast(TextIO, _WithoutFraming(sys.stderr))):
             if {*flags} <= {*_SWEEPS}:
-                _run_hydras("MULTIRUN" if sweeps else "RUN", overrides)
+                _run_hydras("MULTIRUN" if sweeps else "RUN", composed, job)
             else:  # most of these flags show something instead
-                hydra.main(version_base="1.3", config_path="pkg://experiments.conf", config_name="config")(_job)()
+                hydra.main(version_base="1.3", config_path="pkg://experiments.conf", config_name="config")(job)()
     finally:
         sys.argv = before[0]
         if before[1] is None:
@@ -94,11 +94,11 @@ def run_app(arguments: list[str]) -> int:
     return 0
 
 
-def _run_hydras(mode: str, overrides: list[str]) -> None:
-    """Runs `_job` as `hydra.main` does, which composes the configuration once more to find out the mode."""
+def _run_hydras(mode: str, overrides: list[str], job: _Job) -> None:
+    """Runs the job as `hydra.main` does, which composes the configuration once more to find out the mode."""
     given = [item for item in overrides if item not in ("hydra.mode=RUN", "hydra.mode=MULTIRUN")]
     with hydra_app() as app:
-        (app.run if mode == "RUN" else app.multirun)("config", _job, [*given, f"hydra.mode={mode}"])
+        (app.run if mode == "RUN" else app.multirun)("config", job, [*given, f"hydra.mode={mode}"])
 
 
 def _apart(argument: str) -> list[str]:
@@ -217,35 +217,42 @@ class _WithoutFraming:
         return getattr(self._stream, name)
 
 
-def _job(node: DictConfig) -> dict[str, Any]:
-    """The function that Hydra calls for a single run. Ours is the only sweeper: it calls no function for a point."""
-    info = HydraConfig.get()
-    folder = Path(info.runtime.output_dir)
-    try:
-        if info.mode is RunMode.MULTIRUN:
-            raise ConfigError("the points of a sweep are found by hydra/sweeper=testbed alone: leave another one out")
-        return _run_once(node, folder)
-    finally:
-        with suppress(OSError):
-            folder.rmdir()  # Hydra made it; remove it if it is empty
+@dataclass(frozen=True)
+class _Job:
+    """What Hydra calls for a single run. Ours is the only sweeper: it calls nothing for a point. overrides: as the
+    command has them."""
+
+    overrides: list[str]
+
+    @property
+    def of_hydra(self) -> list[str]:
+        return [item for item in self.overrides if re.match(r"\+*hydra[./]", item)]
+
+    @property
+    def of_run(self) -> list[str]:
+        return [item for item in self.overrides if item not in self.of_hydra]
+
+    def __call__(self, node: DictConfig) -> dict[str, Any]:
+        info = HydraConfig.get()
+        folder = Path(info.runtime.output_dir)
+        try:
+            if info.mode is RunMode.MULTIRUN:
+                raise ConfigError(
+                    "the points of a sweep are found by hydra/sweeper=testbed alone: leave another one out"
+                )
+            return _run_once(node, folder, self.of_hydra, self.of_run)
+        finally:
+            with suppress(OSError):
+                folder.rmdir()  # Hydra made it; remove it if it is empty
 
 
-def _run_once(node: DictConfig, folder: Path) -> dict[str, Any]:
+def _run_once(node: DictConfig, folder: Path, of_hydra: list[str], given: list[str]) -> dict[str, Any]:
     if stray := next((key for key in map(str, node) if key.startswith("hydra/")), ""):
         raise ConfigError(f"{stray} is no group of Hydra's own, nor one in a folder of --config-dir; leave it out")
-    of_hydra = [item for item in _given("hydra") if item != "hydra.mode=RUN"]  # of `_run_hydras`
     if of_sweeps := [item for item in of_hydra if parsed(item).key_or_group.startswith(_OF_SWEEPS)]:
         print(f"note: without effect on a single run: {', '.join(of_sweeps)}; -m makes it a sweep", file=sys.stderr)
-    given = _given("task")
-    refuse_swept(overrides := [*searched(of_hydra), *given])
-    config = compose_config(overrides)
-    return _finish(_execute(config, folder, shlex.join(["testbed", "run", *of_hydra, *given]), given))
-
-
-def _given(kind: str) -> list[str]:
-    """Returns the overrides of a kind (task, hydra) as given, without resolving interpolations in their text."""
-    overrides: Any = OmegaConf.to_container(getattr(HydraConfig.get().overrides, kind), resolve=False)
-    return not_emptied([str(item) for item in overrides])
+    refuse_swept(own := [*searched(of_hydra), *given])
+    return _finish(_execute(compose_config(own), folder, shlex.join(["testbed", "run", *of_hydra, *given]), given))
 
 
 def _finish(result: RunResult) -> dict[str, Any]:

@@ -116,15 +116,17 @@ def _keys(items: list[Override], library: Library, chosen: Mapping[str, str | No
     return Keys(library, options | {name: names for name, names in given.items() if names} | {OVERLAYS: overlays})
 
 
-def of_points(overrides: Sequence[str], keys: Keys) -> list[str]:
-    """Returns a sweep's overrides for Hydra. A key that only some of the swept options have is written as a sweep over
-    its one value, so that Hydra sets it per point. keys: those of all the sweep's options."""
-    made = []
-    for text in overrides:
-        item, (key, _, value) = parsed(text), text.partition("=")
-        is_common = item.is_sweep_override() or all(_has(keys, item))
-        value = value or "''"
-        made.append(text if is_common else f"{key}={value},{value}")
+def for_hydra(overrides: Sequence[str], keys: Keys) -> list[str]:
+    """Returns those of the overrides that Hydra composes for its own keys, which may take values from them: in a sweep,
+    those that all points have. With `key=null` before each policy that is given as a class, as Hydra would merge the
+    class into the preset's class and parameters. keys: those of all the options."""
+    made: list[str] = []
+    for text, item in zip(overrides, map(parsed, overrides), strict=True):
+        if not is_hydras(item) and (item.is_sweep_override() or not all(_has(keys, item))):
+            continue
+        if item.key_or_group in POLICIES and "_target_" in text:
+            made.append(f"{item.key_or_group}=null")
+        made.append(text)
     return made
 
 
@@ -371,27 +373,6 @@ def _named(library: Library, group: str, item: Override) -> list[str | None]:
     if not names:
         raise ConfigError(f"{item.input_line}: there is no group {group!r}")
     return found
-
-
-_EMPTY = "=null"
-
-
-def emptied(overrides: Sequence[str]) -> list[str]:
-    """Returns the overrides for Hydra, with `key=null` before each policy that is given as a class. Hydra would merge
-    the class into the preset's class and parameters."""
-    made: list[str] = []
-    for item in overrides:
-        key, _, value = item.partition("=")
-        if key.lstrip("+") in POLICIES and "_target_" in value:
-            made.append(f"{key.lstrip('+')}{_EMPTY}")
-        made.append(item)
-    return made
-
-
-def not_emptied(overrides: Sequence[str]) -> list[str]:
-    """Reverses `emptied`."""
-    pairs = zip(overrides, [*overrides, ""][1:], strict=True)
-    return [item for item, after in pairs if item != f"{after.partition('=')[0].lstrip('+')}{_EMPTY}"]
 
 
 def is_value(override: str) -> bool:

@@ -11,7 +11,7 @@ from experiments.capacity.arms import parse
 from experiments.configuration.compose import check_values, compose_config, compose_from
 from experiments.configuration.grammar import parsed
 from experiments.configuration.options import Library, options
-from experiments.configuration.overrides import check, of_points, swept_values
+from experiments.configuration.overrides import swept_values
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, Said, Say, option
 
@@ -128,13 +128,6 @@ def test_an_error_in_what_is_typed_names_no_file(tmp_path: Path, say: Say) -> No
     for typed in ("seed=x", "cache.block_size=x"):
         said = say("run", "-m", f"--config-dir={tmp_path}", "experiment=mine", typed).error()
         assert said == f"{typed.partition('=')[0]} is 'x'; it must be a whole number"
-
-
-@pytest.mark.parametrize("value", ["null", "0.001", "", "'1e3'", '"l\'été, 2.json"', '"a b=c.json"', "[1,2]", "{a:1}"])
-def test_a_value_stays_what_it_is(value: str) -> None:
-    overrides = ["cost=constant,tables", f"cost.path={value}"]
-    _, made = of_points(overrides, check(overrides, is_sweep=True))
-    assert set(swept_values(parsed(made), Library())) == {f"cost.path={value}" if value else "cost.path=''"}
 
 
 def test_a_class_of_the_users_has_the_keys_of_its_file(tmp_path: Path, say: Say) -> None:

@@ -24,7 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from experiments.configuration.config import GROUPS, RunConfig, register
 from experiments.configuration.grammar import literal, parsed
-from experiments.configuration.keys import PLAIN, Keys, too_large
+from experiments.configuration.keys import PLAIN, Keys
 from experiments.configuration.on_device import check_device
 from experiments.configuration.options import is_shipped, options
 from experiments.configuration.overrides import (
@@ -95,7 +95,7 @@ def in_one_line(overrides: Sequence[str], keys: Keys | None = None) -> Iterator[
             said = keys.mistake(cause, items) or keys.place_of(str(cause.full_key), items) + said
         raise ConfigError(said) from None
     except OverflowError:
-        raise ConfigError(too_large(overrides, keys)) from None
+        raise ConfigError(f"{' '.join(overrides)[:77]}...: it must be a number that fits a float") from None
     except ConfigError as error:
         items = [item for item in map(parsed, overrides) if not chooses(item)]
         if place := "" if keys is None else keys.place_of(str(error), items):
@@ -119,6 +119,8 @@ def _line(error: BaseException) -> str:
         text = f"{key}: {text}"
     if text.rstrip().endswith("Recursive interpolation detected"):
         text += ": it asks for itself, maybe by way of others; give one of them a value"
+    if text.endswith("' not found"):
+        text += ": name a key that exists, or write \\${…} for the text itself"
     return " ".join(text.split()) or type(error).__name__
 
 

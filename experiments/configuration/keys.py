@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -54,7 +55,6 @@ _NAMED = ("model", "device", "scheduler")  # groups whose options have names: ru
 _FEW = 7  # an option with up to this many keys is told with them
 _PACKAGE = re.compile(r"^# *@package +(\S+)", re.MULTILINE)
 _OVERRIDDEN = re.compile(rf"override +/({'|'.join(GROUPS)}|hydra/\w+)")
-_TAKEN = re.compile(r"(?<!\\)\$\{(\w[\w.]*)\}")  # keys that a text interpolates
 
 
 @dataclass(frozen=True)
@@ -151,16 +151,6 @@ class Keys:
             if group in GROUPS and begins and package == ["_global_"]:
                 raise ConfigError(f"{file}: its keys are those of {group}; leave out its # @package line")
 
-    def check_taken(self, key: str, text: str, place: str = "") -> None:
-        """Raises ConfigError if the text of a value interpolates a key that does not exist."""
-        for taken in _TAKEN.findall(text):
-            group = taken.partition(".")[0]
-            if group != "hydra" and None not in self.options.get(group, []) and not _is_among(taken, self.all):
-                raise ConfigError(
-                    f"{place}{key} has ${{{taken}}}, and there is no key {taken!r} to take the value of; name one, as "
-                    f"${{seed}}, or write \\${{{taken}}} for the text itself"
-                )
-
     @cached_property
     def places(self) -> dict[str, tuple[str, str]]:
         """("<file>, line <n>: ", value as written) of each dotted key in the chosen files of the user's own."""
@@ -196,11 +186,8 @@ class Keys:
         typed = key if item is None else max(key, item.key_or_group, key=len)  # it may be below what OmegaConf reached
         if isinstance(error, ConfigAttributeError | ConfigKeyError):
             first, dot, rest = str(error.key).partition(".")
-            if dot and item is None:
-                return f"{place}unknown key {typed!r}; in a file a key is below its group, as {first}: {{{rest}: …}}"
             if dot:
-                own = error.key if error.key in self.all else typed
-                return f"unknown key {typed!r}; in a mapping no key has a dot: nest mappings, or give {own}=… by itself"
+                return f"{place}unknown key {typed!r}; there a key is below its group, as {first}: {{{rest}: …}}"
             return place + (
                 (item is None and not place and self._set_by_overlay(typed))
                 or self._unknown(typed, key.rpartition(".")[0], error.parent_node)
@@ -229,7 +216,7 @@ class Keys:
         node at `place` in which it was sought."""
         if key in GONE:
             return f"{key} {GONE[key]}; leave it out"
-        own = [name for name in (str(name) for name in there) if name != "_target_"]
+        own = [str(name) for name in there if name != "_target_"] if place else [*GROUPS, *PLAIN]
         top, *rest = key.split(".")
         group = "/".join((top, *rest[:1])) if top == "hydra" else top
         if place in GROUPS and key == f"{place}._target_":
@@ -246,12 +233,15 @@ class Keys:
             target = "_target_: …, " if place in POLICIES else ""
             name = key.removeprefix(f"{place}.").partition(".")[0]
             return f"unknown key {key!r}; {place} is given whole, as in '{place}={{{target}{name}: …}}'"
-        beside = [f"{place}.{name}" for name in own if place]
-        known = beside if top == "hydra" else [*(GROUPS if place == "" else ()), *beside, *self.all]
-        near = max(known, key=lambda name: _similarity(key, name), default="")
-        hint = f"did you mean {near!r}? " if _similarity(key, near)[0] >= NEAR else ""
+        word, here = key.rpartition(".")[2].lower(), {name.lower(): f"{place}.{name}".lstrip(".") for name in own}
+        near = [here[word]] if word in here else []
+        near += [name for name in self.all if name.rpartition(".")[2] == word and top != "hydra"]
+        num_words = word.count("_") + 1
+        begins = {"_".join(name.split("_")[:num_words]): known for name, known in here.items()}
+        near += [(begins | here)[name] for name in get_close_matches(word, begins | here, n=1, cutoff=NEAR)]
+        hint = f"did you mean {near[0]!r}? " if near else ""
         if not place:
-            return f"unknown key {key!r}; {hint}at the top there are: {', '.join((*GROUPS, *PLAIN))}"
+            return f"unknown key {key!r}; {hint}at the top there are: {', '.join(own)}"
         return f"unknown key {key!r}; {hint}{place} has: {', '.join(own)}"
 
 
@@ -264,24 +254,6 @@ def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, str]
         text = inner.value if isinstance(inner, yaml.ScalarNode) else "[…]" * isinstance(inner, yaml.SequenceNode)
         yield f"{prefix}{name.value}", name.start_mark.line + 1, text
         yield from _lines(inner, f"{prefix}{name.value}.")
-
-
-def _similarity(key: str, known: str) -> tuple[float, float]:
-    """Returns how similar two keys are, from 0 to 1, and their similarity as a whole, for ties. Letter case is ignored.
-
-    Keys of one group must be similar without it, too, or the key must resemble as many of the other's first words. In a
-    key without a group, the group may have been forgotten.
-    """
-    from difflib import SequenceMatcher  # seldom needed
-
-    key, known = key.lower(), known.lower()
-    own, other = (name.partition(".")[2] or name for name in (key, known))
-    whole = SequenceMatcher(None, known, key).ratio()
-    if own == key:
-        return (1.0 if own == other else whole), whole
-    begin = "_".join(other.split("_")[: own.count("_") + 1])
-    apart = max(SequenceMatcher(None, name, own).ratio() for name in (other, begin))
-    return min(whole, apart), whole
 
 
 def _is_among(key: str, names: list[str]) -> bool:
@@ -313,10 +285,3 @@ def _refused(error: OmegaConfBaseException, key: str, shown: str) -> str:
         key, kind = f"an item of {key.rpartition('[')[0]}", get_args(error.ref_type)[0]
     digits = f", as {error.value:.0f}" if isinstance(error.value, float) and error.value.is_integer() else ""
     return f"{key} is {shown!r}; it must be {_KINDS[kind]}{digits}" if kind in _KINDS else ""
-
-
-def too_large(overrides: Sequence[str], keys: Keys | None) -> str:
-    """Returns the error text for an integer that is too large for a float, where a number is expected."""
-    written = {} if keys is None else {f"{key}={text}": place for key, (place, text) in keys.places.items()}
-    longest = max([*overrides, *written], key=len, default="")
-    return f"{written.get(longest, '')}{longest[:77]}...: it must be a number that fits a float"

@@ -52,8 +52,6 @@ def check(overrides: Sequence[str], *, chosen: Mapping[str, str | None] | None =
     keys.refuse_hidden()
     keys.check_packages()
     keys.refuse_bases()
-    for key, (place, text) in keys.places.items():
-        keys.check_taken(key, text, place)
     for item in items:
         _check(item, keys)
     return keys
@@ -182,8 +180,6 @@ def _check(item: Override, keys: Keys) -> None:
         is_added = item.is_add() or item.is_force_add()
         if (name == "_target_" and not is_added) or (not name and isinstance(value, dict) and "_target_" in value):
             raise ConfigError(whole_class(group))
-    if any(_has(keys, item)):  # else it is the key that is told
-        keys.check_taken(key, str(item.input_line))
 
 
 def chooses(item: Override) -> bool:

@@ -126,7 +126,7 @@ def _put(tree: dict[str, Any], key: str, value: Any, name: str) -> None:
     *parents, last = key.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
-    if last in tree and tree[last] != value:
+    if last in tree:
         raise ConfigError(f"LLM was given {key} twice: {tree[last]!r}, and {value!r} by {name}; leave one of them out")
     tree[last] = value
 
@@ -138,7 +138,10 @@ def _check_read(key: str, value: Any) -> None:
         raise ConfigError(f"backend={value}: text comes from the real engine only; leave it out")
     if group == "sampling":
         own = f"{name}=…" if name and given == key else "…"
-        raise ConfigError(f"{given} is of runs of traces; text takes SamplingParams({own}) with the prompts")
+        raise ConfigError(
+            f"{given} is of runs of traces; text takes SamplingParams({own}) with the prompts (`testbed generate`: a "
+            "flag, or a row of --prompts-file)"
+        )
     is_of_another = group == "backend" and name.partition(".")[0] in _OF_OTHERS
     if group not in READ or key.startswith(OF_RUNS) or is_of_another:
         raise ConfigError(f"{given} is of runs of traces, and text does not read it; leave it out")

@@ -43,7 +43,6 @@ _LIKE_A_SETTING = re.compile(r"(\+{0,2}[a-z_]+(\.[a-z_]+)*=|~[a-z_]+\.)\S*$")
 # without seed: --seed is the sampling seed of the prompts, not the engine's
 ENGINE_FLAGS = tuple(name for name in SETTINGS if name not in ("dtype", "device", "seed", "enable_prefix_caching"))
 MORE_FLAGS = ("tokenizer", "scheduler", "dtype", "device", "status_s", "enforce_eager", "enable_prefix_caching")
-_FLAG_KEYS = {"scheduler": "scheduler", "enforce_eager": "backend.cuda_graphs", **SETTINGS}  # which each flag sets
 
 
 def main(arguments: list[str]) -> int:
@@ -52,7 +51,6 @@ def main(arguments: list[str]) -> int:
     refuse_repeated(given)
     overrides = dict(map(_override, given))
     prompts = [item for item in options.items if not _is_override(item)]
-    _refuse_sampling(overrides)
     for item in prompts:
         if _LIKE_A_SETTING.match(item):
             print(f"note: {item!r} is no setting, so it is taken as a prompt", file=sys.stderr)
@@ -72,7 +70,8 @@ def _generate(options: argparse.Namespace, asked: list[Asked], overrides: dict[s
     for one in asked:
         sampling_of(one, sampling, SamplingParams())  # reports values out of range before the model is loaded
     settings = _given(options, *ENGINE_FLAGS, *MORE_FLAGS)
-    _refuse_both(settings, overrides)
+    if both := [*settings.keys() & overrides.keys()]:
+        raise ConfigError(f"--{both[0]} and {both[0]}={overrides[both[0]]} set the same thing; leave one of them out")
     with real_packages("testbed generate"):
         from experiments.text import LLM
 
@@ -87,26 +86,6 @@ def _generate(options: argparse.Namespace, asked: list[Asked], overrides: dict[s
 
 def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(options, name)) is not None}
-
-
-def _refuse_both(flags: dict[str, Any], overrides: dict[str, Any]) -> None:
-    """Raises ConfigError if a setting is given both as a flag and as key=value."""
-    for name in flags:
-        key = _FLAG_KEYS.get(name)
-        if key in overrides:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} and {key}={overrides[key]} set the same thing; leave one of them out")
-
-
-def _refuse_sampling(overrides: dict[str, Any]) -> None:
-    """Raises ConfigError, with the flag to use, for a sampling parameter as key=value: those are of runs of traces."""
-    for key in overrides:
-        group, _, name = key.partition(".")
-        if group == "sampling":
-            own = "a flag, or a row of --prompts-file that has the parameter"
-            if name in (*FLAGS, "stop", "ignore_eos"):
-                own = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{key}={overrides[key]} is of runs of traces; text takes {own}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -216,8 +216,8 @@ def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str], folder: Pat
         ((), "nothing to generate from; give prompts in quotes, or --prompts-file"),
         (("a", "--temperature", "-1"), "sampling.temperature is -1.0"),
         (("a", "cache.blok_size=4"), "did you mean 'cache.block_size'"),
-        (("a", "sampling.temperature=0"), "sampling.temperature=0 is of runs of traces; text takes --temperature"),
-        (("a", "sampling.logit_bias=[[5,2]]"), "text takes a flag, or a row of --prompts-file that has the parameter"),
+        (("a", "sampling.temperature=0"), "sampling.temperature is of runs of traces; text takes SamplingParams(temp"),
+        (("a", "sampling.logit_bias=[[5,2]]"), "with the prompts (`testbed generate`: a flag, or a row of --prompts-f"),
         (("a", "trace.rate=3"), "trace.rate is of runs of traces, and text does not read it; leave it out"),
         (("a", "backend=sim"), "backend=sim: text comes from the real engine only; leave it out"),
         (("a", "backend.options.x=1"), "backend.options.x is of runs of traces, and text does not read it"),
@@ -328,10 +328,20 @@ def test_an_output_is_not_lost_before_there_is_another(
 @pytest.mark.parametrize(
     ("arguments", "both"),
     [
-        (("--num-gpu-blocks", "9"), "--num-gpu-blocks and cache.num_gpu_blocks=256"),
-        (("--scheduler", "vllm_v0", "scheduler=nano_vllm"), "--scheduler and scheduler=nano_vllm"),
-        (("--enable-prefix-caching", "cache.prefix_caching=true"), "--enable-prefix-caching and cache.prefix_caching"),
-        (("--num-gpu-blocks-override", "5"), "--num-gpu-blocks-override and cache.num_gpu_blocks=256"),
+        (("--num-gpu-blocks", "9"), "LLM was given cache.num_gpu_blocks twice: 9, and 256 by cache.num_gpu_blocks"),
+        (("--scheduler", "vllm_v0", "scheduler=nano_vllm"), "--scheduler and scheduler=nano_vllm set the same thing"),
+        (
+            ("--enable-prefix-caching", "cache.prefix_caching=true"),
+            "LLM was given cache.prefix_caching twice: True, and",
+        ),
+        (
+            ("--num-gpu-blocks-override", "5"),
+            "LLM was given cache.num_gpu_blocks twice: 5, and 256 by cache.num_gpu_block",
+        ),
+        (
+            ("--enforce-eager", "backend.cuda_graphs=true"),
+            "LLM was given backend.cuda_graphs twice: False, and True by",
+        ),
     ],
 )
 def test_one_thing_is_set_in_one_way(
@@ -339,7 +349,7 @@ def test_one_thing_is_set_in_one_way(
 ) -> None:
     error = generate(capsys, folder, "a", *arguments).error()
     assert error.startswith(both)
-    assert error.endswith("set the same thing; leave one of them out")
+    assert error.endswith("; leave one of them out")
 
 
 def test_half_a_character_is_refused_by_name(

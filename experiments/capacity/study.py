@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,8 +31,8 @@ from experiments.capacity.found import Capacity, Found, Replicate, mean_bracket
 from experiments.capacity.points import point_name, read_point, run_point
 from experiments.capacity.search import Ask, Bracket, beside, search
 from experiments.configuration.compose import ONE_AT_A_TIME
-from experiments.configuration.config import JUDGING, RunConfig
-from experiments.runs.identity import edited_since_import, identity_of
+from experiments.configuration.config import RunConfig
+from experiments.runs.identity import Identity, edited_since_import, identity_of
 from experiments.runs.run_folder import alone, write_json
 from experiments.wiring.build import simulated_pools
 from experiments.wiring.foreign import check_importable, named_classes
@@ -124,19 +125,25 @@ def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str,
     tolerance of each policy is the finest one that was searched.
     """
     identity: dict[str, Any] = json.loads(json.dumps(_identity(arms, seeds)))
-    file = folder / IDENTITY
+    policies, file = identity["policy"], folder / IDENTITY
     if file.exists():
         kept = read_json(file)
-        names = {name: _name_here(kept, identity, name) for name in kept["policy"]}
-        if (differing := _differing(kept, identity, names)) is not None:
-            raise RunFolderError(
-                f"{folder} holds another search: {differing}; choose another folder, or repeat that one"
-            )
+        names = {}  # here, as more values of a key may have changed it
+        for name, policy in kept["policy"].items():
+            names[name] = next((here for here, raw in policies.items() if raw == policy), None)
+            if names[name] is None and name in policies:
+                raise _another(folder, _difference(name, policy, policies[name]))
+        if not set(kept["seed"]) <= set(seeds):
+            raise _another(folder, f"seed is {kept['seed']!r} there and {[*seeds]!r} here")
         if missing := [name for name, here in names.items() if here is None]:
             raise RunFolderError(
                 f"{folder} holds the search of {', '.join(missing)} too, which its tables would lose; name all "
                 "policies, or choose another folder"
             )
+        for name, here in names.items():
+            now, before = Identity(**identity["made_from"][here]), {"identity": kept["made_from"][name]}
+            if not now.is_of(before):
+                raise _another(folder, now.changes_since(before))
         finest = kept.get("tolerance", {})
         identity["tolerance"] = {here: finest[name] for name, here in names.items() if name in finest}
     elif any(path.name != _LOCK for path in folder.iterdir()):
@@ -145,42 +152,23 @@ def _claim(folder: Path, arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str,
     return identity
 
 
-def _name_here(kept: dict[str, Any], identity: dict[str, Any], name: str) -> str | None:
-    """The current name of a policy in the folder; None if missing. More values of a key may have changed the name."""
-    if name in identity["policy"]:
-        return name
-    same = (here for here, raw in identity["policy"].items() if raw == kept["policy"][name])
-    return next((here for here in same if identity["slo"][here] == kept["slo"][name]), None)
+def _another(folder: Path, why: str) -> RunFolderError:
+    return RunFolderError(f"{folder} holds another search: {why}; choose another folder, or repeat that one")
 
 
-def _differing(kept: dict[str, Any], identity: dict[str, Any], names: dict[str, str | None]) -> str | None:
-    """A text on the first input of the folder's points that is different now; None if all are the same."""
-    for part in ("slo", "policy", "the file", "the class file"):
-        for name in kept[part]:
-            there, here = kept[part][name], identity[part].get(names.get(name) or name)
-            if there != here and not (part in ("slo", "policy") and names[name] is None):
-                if part not in ("slo", "policy"):
-                    return f"{part} {name} has changed since"
-                before, now = (flatten({"slo": value} if part == "slo" else value) for value in (there, here))
-                key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
-                return f"{key} of {name} is {before.get(key)!r} there and {now.get(key)!r} here"
-    for part in ("seed", "the testbed's code"):
-        there, here = kept[part], identity[part]
-        if there != here and not (part == "seed" and set(there) <= set(here)):
-            return f"{part} is {there!r} there and {here!r} here"
-    return None
+def _difference(name: str, there: dict[str, Any], here: dict[str, Any]) -> str:
+    """A text on the first key in which two configurations of a policy differ."""
+    before, now = flatten(there), flatten(here)
+    key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+    return f"{key} of {name} is {before.get(key)!r} there and {now.get(key)!r} here"
 
 
 def _identity(arms: Sequence[Arm], seeds: Sequence[int]) -> dict[str, Any]:
-    """Everything that determines a point except its rate; keys that users know come first."""
-    made_from = [identity_of(RunConfig.from_container(arm.raw)) for arm in arms]
+    """Everything that determines a point except its rate."""
     return {
-        "slo": {arm.name: arm.raw["slo"] for arm in arms},
         "seed": list(seeds),
-        "policy": {arm.name: {k: v for k, v in arm.raw.items() if k not in (*JUDGING, "seed")} for arm in arms},
-        "the file": {name: digest for one in made_from for name, digest in one.files.items()},
-        "the class file": {name: digest for one in made_from for name, digest in one.classes.items()},
-        "the testbed's code": made_from[0].code,
+        "policy": {arm.name: {k: v for k, v in arm.raw.items() if k not in ("report", "seed")} for arm in arms},
+        "made_from": {arm.name: asdict(identity_of(RunConfig.from_container(arm.at(arm.start, 0)))) for arm in arms},
         "tolerance": {},
     }
 

@@ -413,7 +413,7 @@ def test_a_class_or_file_that_changed_is_another_search(tmp_path: Path, monkeypa
     words = (*ONE_TOKEN[:6], "trace=jsonl", f"trace.path={file}", "scheduler.queue_order={_target_: own_order.Order}",
              "slo.ttft_s=0.05")  # fmt: skip
     find_capacity(*words, folder=tmp_path / "a")
-    for changed, text in ((order, "the class file own_order has changed"), (file, f"the file {file} has changed")):
+    for changed, text in ((order, "the class file own_order.py changed"), (file, f"the file {file} changed")):
         before = changed.read_text()
         changed.write_text(before + ("# other\n" if changed is order else before.splitlines()[-1].replace("r99", "r")))
         monkeypatch.delitem(sys.modules, "own_order")  # as in another process

@@ -124,7 +124,7 @@ def test_a_search_does_not_go_on_with_another_class_of_that_name(cell: Cell, tmp
     cell(MINE)
     find_capacity(*search, folder=tmp_path, tolerance=0.5)
     cell(MINE.replace("2", "200"))
-    with pytest.raises(RunFolderError, match=r"the class file __main__.Cap has changed since"):
+    with pytest.raises(RunFolderError, match=r"the class file __main__/Cap.py changed"):
         find_capacity(*search, folder=tmp_path, tolerance=0.5)
 
 

@@ -48,17 +48,15 @@ from testbed.traces.generator_config import SyntheticConfig
 from testbed.traces.readers import READERS
 from testbed.traces.readers.own import OWN
 
-TRACE_CONFIGS: dict[str, type[TraceConfig]] = {
-    **dict.fromkeys(READERS, TraceConfig),
-    "synthetic": SyntheticTraceConfig,
-    **dict.fromkeys(OWN, OwnTraceConfig),
-    "mooncake": MooncakeTraceConfig,
-    "sharegpt": ShareGPTTraceConfig,
-    "agentic": AgenticTraceConfig,
+TRACES: dict[str, tuple[type, ...]] = {  # the dataclasses whose fields are a trace's keys; its settings are of the last
+    **dict.fromkeys(READERS, (TraceConfig,)),
+    **dict.fromkeys(OWN, (OwnTraceConfig,)),
+    "synthetic": (SyntheticConfig, SyntheticTraceConfig),
+    "lengths": (ArrivalConfig, TraceConfig),
+    "agentic": (ArrivalConfig, AgenticTraceConfig),
+    "mooncake": (MooncakeTraceConfig,),
+    "sharegpt": (ShareGPTTraceConfig,),
 }
-TRACE_PARTS: dict[str, tuple[type, ...]] = {  # dataclasses of a trace's own component, whose fields become keys too
-    "synthetic": (SyntheticConfig,), "lengths": (ArrivalConfig,), "agentic": (ArrivalConfig,)
-}  # fmt: skip
 COSTS: dict[str, type] = {
     "roofline": RooflineConfig, "tables": TablesConfig, "calibrated": CalibratedConfig, "linear": LinearConfig,
     "constant": ConstantConfig, "recorded": RecordedConfig,
@@ -122,7 +120,7 @@ def structured_options() -> dict[str, dict[str, tuple[type, ...]]]:
         "backend": {name: (cls, _Name) for name, cls in BACKENDS.items()},
         "scheduler": {"_schema": (SchedulerConfig,)},
         "cache": {"default": (CacheConfig,)},
-        "trace": {name: (*TRACE_PARTS.get(name, ()), cls) for name, cls in TRACE_CONFIGS.items()},
+        "trace": TRACES,
         "model": {"_schema": (ModelSpec,)},
         "device": {"_schema": (TensorParallelConfig, DeviceSpec)},
         "cost": {name: (cls, _Name) for name, cls in COSTS.items()},
@@ -258,7 +256,7 @@ class RunConfig:
         cache = freeze(CacheConfig, "cache", raw["cache"])
         if cache.kv_dtype is not None:
             choose("cache.kv_dtype", cache.kv_dtype, KV_DTYPE_BYTES)
-        trace_class = TRACE_CONFIGS.get(raw["trace"].get("name", ""), TraceConfig)
+        trace_class = TRACES.get(raw["trace"].get("name", ""), (TraceConfig,))[-1]
         report = freeze(ReportConfig, "report", raw["report"])
         for key in report.replicates:
             _refuse_unknown_key(key, raw)

@@ -188,28 +188,15 @@ class Keys:
             first, dot, rest = str(error.key).partition(".")
             if dot:
                 return f"{place}unknown key {typed!r}; there a key is below its group, as {first}: {{{rest}: …}}"
-            return place + (
-                (item is None and not place and self._set_by_overlay(typed))
-                or self._unknown(typed, key.rpartition(".")[0], error.parent_node)
-            )
+            if item is None and not place:  # nobody typed it
+                place = "".join(f"{OVERLAYS}={one}: " for one in self.options.get(OVERLAYS, []) if one)
+            return place + self._unknown(typed, key.rpartition(".")[0], error.parent_node)
         if isinstance(error, InterpolationResolutionError) or not isinstance(error, ValidationError | ConfigTypeError):
             return ""
         if typed != key:
             return f"unknown key {typed!r}; {key} has no keys of its own"
         said = _refused(error, key, shown)
         return said and place + said
-
-    def _set_by_overlay(self, key: str) -> str:
-        """Returns what is wrong with a key that nobody typed, as an overlay of ours sets it for other options."""
-        group = key.partition(".")[0]
-        owners, overlays = self.library.owners(group, key), [one for one in self.options.get(OVERLAYS, []) if one]
-        if not owners or not overlays:
-            return ""
-        chosen, files = self.options[group][0], [str(self.library.file(OVERLAYS, one)) for one in overlays]
-        return (
-            f"{OVERLAYS}={','.join(overlays)} sets {key}, a key of {group}={' or '.join(owners)}: leave "
-            f"{group}={chosen} out, or sweep what {' and '.join(files)} sweeps, without it"
-        )
 
     def _unknown(self, key: str, place: str, there: Any) -> str:
         """Returns what is wrong with a key that does not exist: which option has it, or which keys exist. there: the

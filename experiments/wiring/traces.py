@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from experiments.configuration.config import TRACE_PARTS, RunConfig
+from experiments.configuration.config import TRACES, RunConfig
 from experiments.configuration.settings import (
     AgenticTraceConfig,
     MooncakeTraceConfig,
@@ -195,7 +195,7 @@ def _windowed_and_scaled(trace: Any, settings: TraceConfig) -> TraceSource:
 
 def _draws_arrivals(settings: TraceConfig) -> bool:
     """Whether the format has no arrivals, so that keys of the group say how they are drawn."""
-    return ArrivalConfig in TRACE_PARTS.get(settings.name, ())
+    return ArrivalConfig in TRACES.get(settings.name, ())
 
 
 def _reader_options(settings: TraceConfig, values: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from experiments.configuration.compose import compose_config, compose_from
-from experiments.configuration.options import CONF
 from testbed.errors import ConfigError
 from tests.experiments.kit import SHORT, TINY, Say, option
 
@@ -190,8 +189,8 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
          "unknown key 'model.rope_scaling.fator'; did you mean 'm"),
         (["slo.ttft_s=1" + "0" * 400], "slo.ttft_s=1000"),
         (["experiment=watermark", "trace=azure", "trace.path=conv.csv"],
-         "experiment=watermark sets trace.num_requests, a key of trace=synthetic: leave trace=azure out, or sweep "
-         f"what {CONF / 'experiment' / 'watermark.yaml'} sweeps, without it"),
+         "experiment=watermark: trace.num_requests is a key of trace=synthetic; leave it out (trace.limit takes the "
+         "first requests of a file), or choose trace=synthetic"),
         (["experiment=demo", "cost.step_s=1"], "cost.step_s is a key of cost=constant; leave it out, or choose cost=c"),
         (["record.explain=true", "record.steps=false"], "record.explain=true tells of steps, and record.steps is f"),
         (["slo.itl_max_s=1", "record.token_times=false"], "slo.itl_max_s is 1, and with record.token_times=false no g"),

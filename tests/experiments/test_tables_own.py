@@ -11,7 +11,9 @@ from tests.experiments.kit import Say, option
 
 HEADER = "operator,m,n,k,num_heads,num_kv_heads,head_dim,batch,new_tokens,context,time_us"
 GEMMS = [
-    (m, n, k) for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)) for m in (1, 8, 64, 256, 8192)
+    (m, n, k)
+    for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    for m in (1, 8, 64, 256, 1024, 8192)
 ]
 
 

@@ -11,7 +11,6 @@ from analysis.comparison.compare import Comparison, Metric, compare, of_classes
 from analysis.comparison.effects import Compared
 from analysis.comparison.wording import change_text
 from analysis.measures.slo import SLO
-from analysis.reports.asked import names_arm
 from analysis.reports.first_screen import conditions, told_of, under
 from analysis.reports.tables import Table, ablation_table
 
@@ -49,9 +48,9 @@ def _classes(arms: Sequence[Arm], slo: SLO | None) -> Iterator[tuple[str, Sequen
             yield name, metrics, those
 
 
-def pooled_said(groups: Sequence[Compared], question: str = "") -> list[str]:
+def pooled_said(groups: Sequence[Compared]) -> list[str]:
     """A sentence if the numbers of all requests pool several classes; with the largest claim in a class that all
-    requests together contradict, if possible of an arm that the question names."""
+    requests together contradict."""
     names = list(dict.fromkeys(name for group in groups for name in group.classes))
     if not names:
         return []
@@ -62,10 +61,7 @@ def pooled_said(groups: Sequence[Compared], question: str = "") -> list[str]:
     turned = [one for group in groups for one in _turned(group)]
     if not turned:
         return [f"{said}."]
-    name, group, pooled, row = max(
-        turned,
-        key=lambda one: (names_arm(one[3].arm, one[1].arms[0].name, question), one[2].is_claim, one[3].size),
-    )
+    name, group, pooled, row = max(turned, key=lambda one: (one[2].is_claim, one[3].size))
     told = f"{row.arm} is {row.claim} in {row.metric.label} for {name} ({change_text(row)})"
     noise = f", which is {pooled.verdict}" if pooled.verdict.startswith(("inside", "undecided")) else ""
     over_all = f"{change_text(pooled)} over all requests{noise}"
@@ -73,22 +69,21 @@ def pooled_said(groups: Sequence[Compared], question: str = "") -> list[str]:
     return [f"{said}, and may hide one: {', '.join([*conditions(group.load, both), told])}, at {over_all}."]
 
 
-def class_claims(groups: Sequence[Compared], question: str, margin: float, most: int) -> list[str]:
-    """At most `most` sentences, each on arms' claims in classes that all requests together do not make: first on those
-    that the question names, then by the largest claim."""
+def class_claims(groups: Sequence[Compared], margin: float, most: int) -> list[str]:
+    """At most `most` sentences, each on arms' claims in classes that all requests together do not make, the largest
+    first."""
     found: dict[tuple[str, str], list[str]] = {}  # (conditions, what is said after their names): arms
-    ranks: dict[tuple[str, str], tuple[bool, float]] = {}
+    sizes: dict[tuple[str, str], float] = {}
     for group in groups:
         base = group.arms[0]
         for arm in group.arms[1:]:
             if hidden := _hidden(group, arm.name):
-                told = [f"for {name}, {told_of(rows, question, margin)}" for name, rows in hidden.items()]
+                told = [f"for {name}, {told_of(rows, margin)}" for name, rows in hidden.items()]
                 key = ", ".join(conditions(group.load, [base, arm])), f" against {base.name}: {'; '.join(told)}"
                 found.setdefault(key, []).append(arm.name)
                 largest = max(row.size for rows in hidden.values() for row in rows)
-                rank = (not names_arm(arm.name, base.name, question), -largest)
-                ranks[key] = min(rank, ranks.get(key, rank))
-    said = [under(at, fmt.names(found[at, text]) + text) for at, text in sorted(found, key=lambda key: ranks[key])]
+                sizes[key] = max(largest, sizes.get(key, largest))
+    said = [under(at, fmt.names(found[at, text]) + text) for at, text in sorted(found, key=lambda key: -sizes[key])]
     if (left := len(said) - most) > 0 and most > 0:
         more = f"{fmt.count(left, 'more difference')} in classes {'is' if left == 1 else 'are'} in their tables."
         said[most - 1] = f"{said[most - 1]} {more}"

@@ -16,7 +16,7 @@ from analysis.measures.over_time import MIN_REQUESTS
 from analysis.measures.summary import summary_value
 from analysis.naming import apart
 from analysis.reports import tables
-from analysis.reports.asked import asks_beside_slo, is_asked
+from analysis.reports.keeping_slo import is_chosen
 from analysis.reports.keeping_up import judged
 from analysis.reports.parts import Plot, ReportInput, Sections
 
@@ -28,9 +28,9 @@ _MAX_TIMELINES = 3  # side by side
 _MANY = 5  # windows: with fewer, a quantile over time says little
 
 
-def change_bars(sections: Sections, group: Compared, question: str) -> Plot:
+def change_bars(sections: Sections, group: Compared) -> Plot:
     """The bars of the telling metrics at a load, one for each arm."""
-    base, shown = group.arms[0].name, telling(group, question)
+    base, shown = group.arms[0].name, telling(group)
     bars = [row for row in group.rows if row.metric.path in shown]
     caption = (
         "Bars are the ratio to the baseline on a logarithmic axis (of shares the difference), whiskers its 95 % "
@@ -44,17 +44,17 @@ def change_bars(sections: Sections, group: Compared, question: str) -> Plot:
     return sections.plot(draw, f"ablation_{len(sections.ablation)}", title, caption)
 
 
-def telling(group: Compared, question: str) -> list[str]:
+def telling(group: Compared) -> list[str]:
     """The paths of the metrics that show the answer: those that are claimed, of arms and of factors, first those that
-    the question names, then the largest; without claims those that it names, else the headline. With an SLO goodput
-    has a place unless the question names others only."""
+    the user chose, then the largest; without claims those that are chosen, else the headline. With an SLO goodput
+    has a place unless only others are chosen."""
     known = {row.metric.path: row.metric for row in group.rows}
     claims = [row for row in (*group.rows, *(one.comparison for one in group.effects)) if row.is_claim]
-    claims.sort(key=lambda row: (not is_asked(row.metric, question), -row.size))
+    claims.sort(key=lambda row: (not row.metric.is_chosen, -row.size))
     served = [path for path in _SERVED if path in known][:1]
-    paths = [*served] if _SERVED[0] in known and not asks_beside_slo(question) else []
+    paths = [*served] if _SERVED[0] in known and is_chosen([group]) is not False else []
     paths += [row.metric.path for row in claims]
-    paths += [path for path, metric in known.items() if is_asked(metric, question)]
+    paths += [path for path, metric in known.items() if metric.is_chosen]
     return list(dict.fromkeys([*paths, *_HEADLINE, *served]))[:_MAX_PANELS]
 
 

@@ -1,5 +1,5 @@
 """The first screen of a report: the answer in a few sentences, by the size of effects. A sentence on an arm begins with
-the metrics that the question names."""
+the metrics that the user chose."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from analysis.comparison.wording import cells_text, change_text, no_more_than, r
 from analysis.load import Run
 from analysis.measures.slo import SLO
 from analysis.naming import apart, factor_name, level_text
-from analysis.reports.asked import asks_beside_slo, asks_slo, is_asked, values_of
-from analysis.reports.keeping_slo import best_within, kept, kept_briefly, tells_apart
+from analysis.reports.keeping_slo import best_within, is_chosen, kept, kept_briefly, tells_apart
 from analysis.reports.keeping_up import judged, serves_nothing, who
+from analysis.reports.observed import values_of
 from analysis.reports.trust import shared
 
 MAX_SENTENCES = 5
@@ -54,8 +54,8 @@ _Factors = tuple[str, ...]
 
 
 class _Said(NamedTuple):
-    """A sentence on some factors. is_beside: whether it is on no metric that the question names. rank: minus its size,
-    or infinite."""
+    """A sentence on some factors. is_beside: whether it is on no metric that the user chose. rank: minus its size, or
+    infinite."""
 
     is_beside: bool
     rank: float
@@ -94,25 +94,23 @@ class _Subject(NamedTuple):
         return self.is_untested or bool(within) or any(row.size > margin for row in untested)
 
 
-def answer(
-    groups: Sequence[Compared], slo: SLO | None, question: str = "", margin: float = 0.02, most: int = MAX_SENTENCES
-) -> list[str]:
-    """At most `most` sentences: which arms keep the SLO, if it tells them apart or the question asks for it; which
-    serves most within it; then claimed changes, the largest first. The metrics that the question names come first, and
+def answer(groups: Sequence[Compared], slo: SLO | None, margin: float = 0.02, most: int = MAX_SENTENCES) -> list[str]:
+    """At most `most` sentences: which arms keep the SLO, if it tells them apart or the user chose its metrics; which
+    serves most within it; then claimed changes, the largest first. The metrics that the user chose come first, and
     each factor before another load of one. Without comparisons, a description of the one arm at the first few loads.
     margin: of the comparisons."""
     if serves_nothing([arm for group in groups for arm in group.arms]):
         return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
         return _descriptions(groups, slo, most)
-    is_told = slo is not None and (asks_slo(question) or tells_apart(groups, slo))
+    is_told = slo is not None and (is_chosen(groups) or tells_apart(groups, slo))
     share = "" if slo is None else kept(groups, slo, margin) if is_told else kept_briefly(groups, slo)
     of_slo = [f"{_as_sentence(share)}."] if share else []
-    changes = _differences(groups, slo, question, margin, most - len(of_slo))
-    return [*of_slo, *changes] if is_told and not asks_beside_slo(question) else [*changes, *of_slo]
+    changes = _differences(groups, slo, margin, most - len(of_slo))
+    return [*of_slo, *changes] if is_told and is_chosen(groups) is not False else [*changes, *of_slo]
 
 
-def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, margin: float, most: int) -> list[str]:
+def _differences(groups: Sequence[Compared], slo: SLO | None, margin: float, most: int) -> list[str]:
     """At most `most` sentences: the arm that serves most within the SLO, changes whose sign depends on the load, the
     claimed changes, settings that changed no decision, and comparisons without a difference."""
     changes: dict[tuple[_Said, str], list[str]] = {}  # (what is said after the names, conditions): arms (factors: "")
@@ -121,7 +119,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
     for group in groups:
         for subject in _subjects(group):
             at, arm = ", ".join(conditions(group.load, subject.arms)), subject.name.rpartition(" against ")[0]
-            for is_beside, size, text in _changes(subject, question, margin):
+            for is_beside, size, text in _changes(subject, margin):
                 one = _Said(is_beside, -size, subject.about, text.removeprefix(arm))
                 changes.setdefault((one, at), []).append(arm)
             for row in subject.claims:
@@ -129,7 +127,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
                 claimed.setdefault(key, []).append((at, row))
             if not subject.claims and not subject.by_cell:
                 quiet.append((at, subject))
-    ranked = _turning(claimed, question)
+    ranked = _turning(claimed)
     for (one, at), arms in changes.items():
         who_are = arms[0] if len(arms) == 1 else fmt.names(arms, _MAX_NAMED)
         ranked.append(one._replace(text=under(at, f"{who_are}{one.text}")))
@@ -138,7 +136,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
         for group in groups if slo is not None and (text := best_within(group, slo, margin))
     ]  # fmt: skip
     said = _in_order(ranked)
-    num_first = max(1, most - 2) if asks_slo(question) else int(not asks_beside_slo(question))
+    num_first = {True: max(1, most - 2), None: 1, False: 0}[is_chosen(groups)]
     said = [*best[:num_first], *said, *best[num_first:]]
     same = _same(groups)
     every = [one for _, one in quiet]
@@ -146,7 +144,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
     if not said and any(one.lacks_data(margin) for one in every):
         return [*same, under(_over(every), f"{pooled}{_too_little(every, margin)}")]
     if not said and not same and quiet:
-        beyond = f"{_no_more_than(every, margin)}{_preempted(every)}{_asked_values(groups, question, slo)}"
+        beyond = f"{_no_more_than(every, margin)}{_preempted(every)}{_chosen_values(groups, slo)}"
         told = undecided([(f"{one.name}{one.average and ', on average'}", row) for one in every for row in one.rows])
         nothing = f"nothing {'else ' if told else ''}that was compared differs"
         return [*told, under(_over(every), f"{pooled}{nothing} beyond {beyond}{_left_open(every, ['unknown'])}")][:most]
@@ -161,7 +159,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, question: str, mar
 
 
 def _in_order(said: Sequence[_Said]) -> list[str]:
-    """The sentences: those on metrics that the question names before others, the first on each factor before the second
+    """The sentences: those on metrics that the user chose before others, the first on each factor before the second
     on any, and the largest changes first."""
     num: Counter[_Factors] = Counter()
     placed = []
@@ -171,10 +169,10 @@ def _in_order(said: Sequence[_Said]) -> list[str]:
     return [text for *_, text in sorted(placed, key=lambda one: one[:2])]
 
 
-def _asked_values(groups: Sequence[Compared], question: str, slo: SLO | None) -> str:
-    """A suffix with the arms' values of tested metrics that the question names; the attainment has a sentence."""
+def _chosen_values(groups: Sequence[Compared], slo: SLO | None) -> str:
+    """A suffix with the arms' values of tested metrics that the user chose; the attainment has a sentence."""
     rows = [row for group in groups for row in group.rows if row.verdict != "unknown"]
-    metrics = dict.fromkeys(row.metric for row in rows if is_asked(row.metric, question))
+    metrics = dict.fromkeys(row.metric for row in rows if row.metric.is_chosen)
     parts = values_of([metric for metric in metrics if metric != SLO_METRICS[0]], groups, slo)
     return f" ({'; '.join(parts)})" if parts else ""
 
@@ -276,32 +274,32 @@ def conditions(load: str, arms: Sequence[Arm]) -> list[str]:
     return parts
 
 
-def _changes(subject: _Subject, question: str, margin: float) -> list[tuple[bool, float, str]]:
-    """(whether the question names none of the metrics, the largest change, the claims as text), for cells and for
-    averages. The largest change is that of the metrics that the question names, if it names any."""
+def _changes(subject: _Subject, margin: float) -> list[tuple[bool, float, str]]:
+    """(whether the user chose none of the metrics, the largest change, the claims as text), for cells and for averages.
+    The largest change is that of the metrics that the user chose, if any."""
     found = []
     if subject.by_cell:
 
         def rank(one: Effect) -> tuple[bool, bool, float]:
             metric = one.comparison.metric
-            return not is_asked(metric, question), metric != SLO_METRICS[1], -_largest(one)
+            return not metric.is_chosen, metric != SLO_METRICS[1], -_largest(one)
 
         ordered = sorted(subject.by_cell, key=rank)
         texts = [cells_text(effect, change_text) for effect in ordered[:_MAX_CLAIMS]]
-        is_beside, size = _rank([(one.comparison.metric, _largest(one)) for one in ordered], question)
-        if not subject.claims and (quiet := told_of(subject.rows, question, margin)):
+        is_beside, size = _rank([(one.comparison.metric, _largest(one)) for one in ordered])
+        if not subject.claims and (quiet := told_of(subject.rows, margin)):
             texts.append(f"{subject.average}{quiet}")
         found.append((is_beside, size, f"{subject.name}: {'; '.join(texts)}"))
     if claims := subject.claims:
-        text = f"{subject.average}{subject.name}: {told_of(subject.rows, question, margin)}{subject.hidden}"
-        found.append((*_rank([(row.metric, row.size) for row in claims], question), text))
+        text = f"{subject.average}{subject.name}: {told_of(subject.rows, margin)}{subject.hidden}"
+        found.append((*_rank([(row.metric, row.size) for row in claims]), text))
     return found
 
 
-def _rank(changes: Sequence[tuple[Metric, float]], question: str) -> tuple[bool, float]:
-    """Whether the question names none of these metrics, and the largest change of those that it names (else of all)."""
-    asked = [size for metric, size in changes if is_asked(metric, question)]
-    return not asked, max(asked or [size for _, size in changes])
+def _rank(changes: Sequence[tuple[Metric, float]]) -> tuple[bool, float]:
+    """Whether the user chose none of these metrics, and the largest change of those chosen (else of all)."""
+    chosen = [size for metric, size in changes if metric.is_chosen]
+    return not chosen, max(chosen or [size for _, size in changes])
 
 
 def _largest(effect: Effect) -> float:
@@ -332,11 +330,9 @@ def _same_at(group: Compared) -> list[str]:
     return [fmt.names([level for level, _ in those]) + text for text, those in by_text.items()]
 
 
-def _turning(
-    claimed: Mapping[tuple[str, str, _Factors], Sequence[tuple[str, Comparison]]], question: str
-) -> list[_Said]:
-    """One sentence on a metric that is better at some loads and worse at others: one that the question names, else the
-    one with the largest loss. Empty if there is none. claimed: by subject and metric, each with its conditions."""
+def _turning(claimed: Mapping[tuple[str, str, _Factors], Sequence[tuple[str, Comparison]]]) -> list[_Said]:
+    """One sentence on a metric that is better at some loads and worse at others: one that the user chose, else the one
+    with the largest loss. Empty if there is none. claimed: by subject and metric, each with its conditions."""
     found = []
     for (subject, label, about), every in claimed.items():
         (at_worst, worst), (at_best, best) = (pick(every, key=lambda one: one[1].gain) for pick in (min, max))
@@ -345,7 +341,7 @@ def _turning(
             first, other = (at.partition(", ")[0] for at in (at_worst, at_best))  # see `arms.by_load`
             what = "trace" if first.startswith("at trace = ") and first != other else "load"
             text = f"{_as_sentence(subject)} turns with the {what}: {label} is {ends}."
-            found.append(_Said(not is_asked(worst.metric, question), worst.gain, about, text))
+            found.append(_Said(not worst.metric.is_chosen, worst.gain, about, text))
     return [one._replace(rank=-math.inf) for one in sorted(found)[:1]]
 
 
@@ -428,22 +424,22 @@ def _against(name: str, base: str) -> str:
     return f"{mine} against {theirs}{f' (both {both})' if both else ''}"
 
 
-def told_of(rows: Sequence[Comparison], question: str, margin: float) -> str:
+def told_of(rows: Sequence[Comparison], margin: float) -> str:
     """The largest improvements and the largest losses, as text; where nothing is better, the largest changes. First the
-    metrics that the question names, and last those of them that are inside the noise."""
-    told: list[tuple[bool, str]] = []  # (whether the question names none of its metrics, text)
+    metrics that the user chose, and last those of them that are inside the noise."""
+    told: list[tuple[bool, str]] = []  # (whether the user chose none of its metrics, text)
     for word in _CLAIMS:
         mine = [row for row in rows if row.claim == word]
         if mine:
-            mine.sort(key=lambda row: (not is_asked(row.metric, question), -row.size))
-            num = max(_MAX_CLAIMS, sum(is_asked(row.metric, question) for row in mine))
+            mine.sort(key=lambda row: (not row.metric.is_chosen, -row.size))
+            num = max(_MAX_CLAIMS, sum(row.metric.is_chosen for row in mine))
             texts = [f"{row.metric.label} ({reached_text(row)})" for row in mine[:num]]
-            told.append((not is_asked(mine[0].metric, question), f"{word} in {fmt.listing(texts)}"))
+            told.append((not mine[0].metric.is_chosen, f"{word} in {fmt.listing(texts)}"))
     parts = [text for _, text in sorted(told, key=lambda item: item[0])]
-    asked = [row for row in rows if is_asked(row.metric, question) and not row.is_claim and row.verdict != "unknown"]
-    if quiet := [row for row in asked if row.verdict != "undecided"]:
+    chosen = [row for row in rows if row.metric.is_chosen and not row.is_claim and row.verdict != "unknown"]
+    if quiet := [row for row in chosen if row.verdict != "undecided"]:
         most = no_more_than({row.verdict for row in quiet}, margin)
         parts.append(f"no difference beyond {most} in {fmt.listing([row.metric.label for row in quiet])}")
-    if open_ := [f"{row.metric.label} ({change_text(row)})" for row in asked if row.verdict == "undecided"]:
+    if open_ := [f"{row.metric.label} ({change_text(row)})" for row in chosen if row.verdict == "undecided"]:
         parts.append(f"undecided in {fmt.listing(open_)}")
     return "; ".join(parts)

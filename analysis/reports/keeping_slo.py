@@ -17,6 +17,12 @@ _WELL = 0.99  # of the requests: an SLO that every arm keeps so often tells no a
 _names = partial(fmt.names, most=4)
 
 
+def is_chosen(groups: Sequence[Compared]) -> bool | None:
+    """Whether attainment or goodput is among the metrics that the user chose; None if none is chosen."""
+    chosen = [row.metric for group in groups for row in group.rows if row.metric.is_chosen]
+    return any(metric in SLO_METRICS for metric in chosen) if chosen else None
+
+
 def tells_apart(groups: Sequence[Compared], slo: SLO) -> bool:
     """Whether the arms differ in attainment or goodput by more than the noise, unless all of them keep the SLO well."""
     rows = [row for group in groups for row in (*group.rows, *(effect.comparison for effect in group.effects))]

@@ -58,13 +58,13 @@ from analysis.load import load as load_all
 from analysis.measures.slo import SLO
 from analysis.progress import progress
 from analysis.reports import fidelity_findings, findings, tables
-from analysis.reports.asked import absent, have_gaps, observed
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_claims, class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
 from analysis.reports.figures import change_bars, main_figure, own_plots, run_plots
 from analysis.reports.first_screen import MAX_SENTENCES, answer
 from analysis.reports.numbers import FILE, comparisons_frame
+from analysis.reports.observed import observed
 from analysis.reports.parts import (
     DEFAULT_MARGIN,
     OwnPlot,
@@ -220,7 +220,8 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     where = f" at {load}" if load else ""
     runs = [run for arm in arms for run in arm.runs]
     kept = (*(SLO_METRICS if slo else ()), *([DEADLINES] * any(run.summary["deadlines"] for run in runs)))
-    latency = tuple(metric for metric in LATENCY if metric is not P99_ITL or have_gaps(runs))
+    has_gaps = any(P99_ITL.of(run) is not None for run in runs)
+    latency = tuple(metric for metric in LATENCY if metric is not P99_ITL or has_gaps)
     parts = {"latency": latency, "throughput": (*RATES, *kept)}
     chosen = {metric.path: metric for metric in report.metrics}
     parts = {what: tuple(chosen.pop(metric.path, metric) for metric in part) for what, part in parts.items()}
@@ -254,7 +255,7 @@ def _ablation(sections: Sections, load: str, arms: Sequence[Arm], report: Report
     is_new = all(method != other["method"] for other in sections.ablation)  # stated once
     group = {"load": load, "method": method if is_new else "", "tables": made, "plots": []}
     if any(row.estimate is not None and row.verdict != "identical" for row in rows):
-        group["plots"] = [change_bars(sections, sections.compared[-1], report.question)]
+        group["plots"] = [change_bars(sections, sections.compared[-1])]
     sections.ablation.append(group)
 
 
@@ -278,12 +279,10 @@ def _context(
     rankings: Mapping[str, Any] = measured["rankings"]
     missed = [text for text in fidelity_findings.winners(rankings, noise) if "; not in " in text]
     versions = dict.fromkeys(str(run.manifest.get("code_version") or "") for run in everything)
-    question = report.question or ""
-    values = observed(sections.compared, question, slo)
-    beside = [*pooled_said(sections.compared, question), *_lacks(report, runs, slo)]
-    most = MAX_SENTENCES - len(values) - len(beside)
-    said = answer(sections.compared, slo, question, report.margin, most)
-    said += class_claims(sections.compared, question, report.margin, most - len(said))
+    values, pooled = observed(sections.compared, report.metrics, slo), pooled_said(sections.compared)
+    most = MAX_SENTENCES - len(values) - len(pooled)
+    said = answer(sections.compared, slo, report.margin, most)
+    said += class_claims(sections.compared, report.margin, most - len(said))
     return {
         "title": report.title,
         "question": report.question or default_question(compared, baseline),
@@ -300,7 +299,7 @@ def _context(
             *sections.notes,
             *cautions(groups, report.margin, report.replicated, report.pairs),
         ],
-        "answer": [*values, *said, *beside],
+        "answer": [*values, *said, *pooled],
         "main_figure": main_figure(sections),
         "setup": tables.setup_table("Setup of the runs compared", runs),
         "slo": None if slo is None else str(slo),
@@ -320,15 +319,6 @@ def _context(
         "runs": tables.runs_table(by_load(report.arms, report.replicated), links),
         "created": max((str(run.manifest.get("created") or "") for run in everything), default=""),
     }
-
-
-def _lacks(report: ReportInput, runs: Sequence[Run], slo: SLO | None) -> list[str]:
-    """What the question names and the report does not compare."""
-    has_deadlines, has_tenants = (any(run.summary[key] for run in runs) for key in ("deadlines", "fairness"))
-    return absent(
-        report.question, has_slo=slo is not None, has_gaps=have_gaps(runs), has_deadlines=has_deadlines,
-        has_tenants=has_tenants, has_chosen=bool(report.metrics),
-    )  # fmt: skip
 
 
 def _markdown(text: Any) -> str:

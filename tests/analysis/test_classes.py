@@ -19,6 +19,7 @@ from analysis.reports.classes import class_claims, pooled_said
 from analysis.reports.first_screen import answer
 from analysis.reports.report import report_from_folders
 from tests.analysis.runs import change_requests, write_run
+from tests.analysis.test_first_screen import chosen
 
 
 def with_classes(
@@ -85,7 +86,7 @@ def test_a_class_that_gains_while_all_requests_lose_is_told(tmp_path):
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_where_all_requests_show_nothing_the_claims_in_classes_are_told_and_first_of_the_arm_asked_for(tmp_path):
+def test_where_all_requests_show_nothing_the_claims_in_classes_are_told_the_largest_first(tmp_path):
     for seed in range(4):
         with_classes(tmp_path / "runs" / f"base-{seed}", 2, seed=seed)
         with_classes(tmp_path / "runs" / f"other-{seed}", 2, (0.4, 4.0), chunked=False, seed=seed)
@@ -101,21 +102,21 @@ def test_where_all_requests_show_nothing_the_claims_in_classes_are_told_and_firs
             assert row.estimate is not None
             rows[index] = replace(row, estimate=replace(row.estimate, value=(1 + index) * row.estimate.value))
     group = Compared("", arms, quiet, (), classes)
-    told = class_claims([group], "Does edf meet more, and who pays?", 0.02, 3)
-    assert [text.partition(" against")[0] for text in told] == [names[1], names[3], names[2]]
-    assert told[0].startswith("queue order edf against queue order fcfs: for tenant v1.0, better in mean TTFT (")
-    assert "; for tenant v1.1, worse in mean TTFT (" in told[0]
-    assert "may hide one: queue order edf is " in pooled_said([group], "Does edf?")[0]
-    first, second = class_claims([group], "", 0.02, 2)
+    told = class_claims([group], 0.02, 3)
+    assert [text.partition(" against")[0] for text in told] == [names[3], names[2], names[1]]
+    assert told[2].startswith("queue order edf against queue order fcfs: for tenant v1.0, better in mean TTFT (")
+    assert "; for tenant v1.1, worse in mean TTFT (" in told[2]
+    assert "may hide one: queue order priority is " in pooled_said([group])[0]
+    first, second = class_claims([group], 0.02, 2)
     assert first.startswith(names[3])
     assert second.endswith(". 1 more difference in classes is in their tables.")
-    assert class_claims([group], "", 0.02, 0) == []
+    assert class_claims([group], 0.02, 0) == []
     claimed = [replace(row, verdict="higher") for row in quiet]
     of_factor = [Effect("x.a", 0, 1, claimed[0], (), None)]
     for said_already in (group._replace(rows=claimed), group._replace(effects=of_factor)):
-        only_gain, *_ = class_claims([said_already], "edf", 0.02, 3)
+        only_gain, *_ = class_claims([said_already], 0.02, 3)
         assert "worse" not in only_gain, "all requests together say so"
-    said, *_ = answer([group], None, "Which mean TTFT?")
+    said, *_ = answer([group._replace(rows=chosen(quiet, "mean TTFT"))], None)
     assert said.startswith("Over all requests, nothing that was compared differs beyond the noise (mean TTFT ")
     assert f" with {names[0]}" in said
     _, said = answer([group._replace(rows=[claimed[0], *quiet[1:]])], None)

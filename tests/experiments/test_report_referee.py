@@ -29,6 +29,7 @@ from analysis.reports.report import report_from_folders, write_report
 from analysis.reports.trust import trust
 from testbed.errors import RunFolderError
 from tests.analysis.runs import write_run
+from tests.analysis.test_first_screen import chosen
 from tests.experiments.report_kit import TIGHT, arms_of, ran, ran_each
 
 pytestmark = pytest.mark.usefixtures("unrendered")  # words alone are looked at
@@ -59,7 +60,7 @@ def test_of_shares_that_are_ranked_those_that_noise_may_explain_are_named(tmp_pa
     )
     for first, second, words in cases:
         rows = [Comparison(name, share, 0.5, CHANGE, said) for name, said in ((one, first), (other, second))]
-        (told, *_) = answer([Compared("", arms, rows, ())], slo, "Which keeps the SLO?")
+        (told, *_) = answer([Compared("", arms, chosen(rows, share.label), ())], slo)
         assert told.endswith(f"{words}.") if words else not told.endswith(")."), told
 
 
@@ -256,18 +257,20 @@ def test_arms_that_decided_alike_are_named_also_where_none_is_the_baseline(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("question", "words"),
+    ("metrics", "words"),
     [
-        ("", "better in mean TPOT (−45%, to 1.00s) and P99 TPOT (−39%, to 1.00s); "
+        ((), "better in mean TPOT (−45%, to 1.00s) and P99 TPOT (−39%, to 1.00s); "
          "worse in mean TTFT (+65%, to 1.00s) and P99 TTFT (+49%, to 1.00s)."),
-        ("Does the P99 TTFT suffer?", "worse in P99 TTFT (+49%, to 1.00s) and mean TTFT (+65%, to 1.00s); "
+        (("P99 TTFT",), "worse in P99 TTFT (+49%, to 1.00s) and mean TTFT (+65%, to 1.00s); "
          "better in mean TPOT (−45%, to 1.00s) and P99 TPOT (−39%, to 1.00s)."),
-        ("What happens to end-to-end latency and to throughput?",
+        (("mean E2E", "requests/s", "output tokens/s"),
          "better in mean E2E (−26%, to 1.00s) and mean TPOT (−45%, to 1.00s); worse in mean TTFT (+65%, to 1.00s) "
          "and P99 TTFT (+49%, to 1.00s); no difference beyond the noise in requests/s."),
     ],
 )  # fmt: skip
-def test_the_answer_begins_with_the_metrics_that_the_question_names(tmp_path: Path, question: str, words: str) -> None:
+def test_the_answer_begins_with_the_metrics_that_the_user_chose(
+    tmp_path: Path, metrics: tuple[str, ...], words: str
+) -> None:
     ran_each(tmp_path, num_seeds=2, trace=LIGHT)
     arms = arms_of(tmp_path)
     changes = (0.5, 0.4, -0.6, -0.5, -0.3)  # of LATENCY, as log-ratios
@@ -279,7 +282,7 @@ def test_the_answer_begins_with_the_metrics_that_the_question_names(tmp_path: Pa
     noise = Estimate(0.01, -0.1, 0.1, 3, "t", "log_ratio")
     rows += [Comparison(arms[1].name, RATES[0], 1.0, noise, "inside the noise")]
     rows += [Comparison(arms[1].name, RATES[1], 1.0, noise, "unknown")]
-    (said,) = answer([Compared("", arms, rows, ())], None, question)
+    (said,) = answer([Compared("", arms, chosen(rows, *metrics), ())], None)
     assert said.replace(fmt.SPACE, "").endswith(f": {words}"), said
 
 
@@ -288,7 +291,7 @@ def test_who_is_best_together_is_named_together(tmp_path: Path) -> None:
     ran_each(tmp_path, ("vllm_v1", "sarathi", "prefill_first"), num_seeds=2, trace=LIGHT)
     arms = arms_of(tmp_path)
     rows = [Comparison(arm.name, goodput, 9.0 - place, CHANGE, "higher") for place, arm in enumerate(arms[1:])]
-    said = answer([Compared("", arms, rows, ())], slo, "Which keeps the SLO?")
+    said = answer([Compared("", arms, chosen(rows, "goodput"), ())], slo)
     best = max(arms, key=lambda arm: mean_over_replicates(arm, goodput, slo) or 0.0)
     first, second = (arm.name for arm in arms if arm is not best)
     assert said[1].startswith(f"{best.name} serves most within the SLO"), "of all, the baseline too"

@@ -50,6 +50,11 @@ def count(num: float, noun: str) -> str:
     return f"{number(num)} {noun if num == 1 else f'{noun}s'}"
 
 
+def left(num: int, noun: str) -> str:
+    """What a text leaves to tables: "1 more load is in the tables", "2 more loads are in the tables"."""
+    return f"{count(num, f'more {noun}')} {'is' if num == 1 else 'are'} in the tables"
+
+
 def mean_count(value: float | None) -> str:
     """A mean of counts. Below 1 it has at most two decimals, since a thousandth of a request means nothing."""
     if value is None or abs(value) >= 1:

@@ -88,16 +88,6 @@ class Metric:
 
 _OF_CLASS = "classes."
 _MIN_FOR_EFFECT = 3  # replicates
-P99_ITL = Metric("P99 ITL", "itl_s.p99", -1, fmt.seconds)  # of single gaps: TPOT, a mean of them, hides stalls
-LATENCY = (
-    Metric("mean TTFT", "ttft_s.mean", -1, fmt.seconds),
-    Metric("P99 TTFT", "ttft_s.p99", -1, fmt.seconds),
-    Metric("mean TPOT", "tpot_s.mean", -1, fmt.seconds),
-    Metric("P99 TPOT", "tpot_s.p99", -1, fmt.seconds),
-    Metric("mean E2E", "e2e_s.mean", -1, fmt.seconds),
-    Metric("P99 E2E", "e2e_s.p99", -1, fmt.seconds),
-    P99_ITL,
-)
 _PER_S = partial(fmt.number, unit="req/s")
 RATES = (
     Metric("requests/s", "throughput.requests_per_s", 1, _PER_S),
@@ -108,14 +98,12 @@ SLO_METRICS = (
     Metric("goodput", "slo.goodput_per_s", 1, _PER_S),
 )
 DEADLINES = Metric("deadlines met", "deadlines.met", 1, fmt.share)
-HIT_RATE = Metric("prefix hit rate", "prefix_hit_rate", 0, fmt.share)
-PREEMPTIONS = Metric("preemptions", "preemptions.total", 0, fmt.number)
 INSIDE = (  # with `FILLED` it would be a table that is too wide for a page
     Metric("offered", "throughput.offered_per_s", 0, _PER_S),
     Metric("requests sent", "num_requests", 0, fmt.number),
     Metric("finished", "num_finished", 0, fmt.number),
-    HIT_RATE,
-    PREEMPTIONS,
+    Metric("prefix hit rate", "prefix_hit_rate", 0, fmt.share),
+    Metric("preemptions", "preemptions.total", 0, fmt.number),
     Metric("recomputed tokens", "preemptions.recomputed_share", 0, fmt.share),
     Metric("time of recompute", "preemptions.recompute_s", 0, fmt.seconds),
     Metric("time of swaps", "preemptions.swap_s", 0, fmt.seconds),
@@ -129,11 +117,28 @@ FILLED = (
     Metric("busy", "busy_share", 0, fmt.share),
 )
 FLEET = (Metric("busiest replica over mean", "replicas.imbalance.computed_tokens", 0, fmt.number),)
-_NAMED = {metric.path: metric for metric in (*RATES, *SLO_METRICS, DEADLINES, *INSIDE, *FILLED, *FLEET)}
 FAIRNESS = (
     Metric("service gap of tenants", "fairness.max_min_service_gap_tokens", 0, partial(fmt.number, unit="tokens")),
     Metric("Jain's index of normalised latency", "fairness.jain_normalised_latency", 0, fmt.number),
 )
+TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "queueing_s": "queueing delay",
+          "itl_max_s": "largest ITL", "normalised_latency_s": "normalised latency",
+          "tpot_incl_first_s": "TPOT with the first token"}  # fmt: skip
+_NAMED = {metric.path: metric for metric in (*RATES, *SLO_METRICS, DEADLINES, *INSIDE, *FILLED, *FLEET, *FAIRNESS)}
+
+
+def metric_of(path: str) -> Metric:
+    """The metric at a dotted path of a summary; a metric without a name of its own has its path as label."""
+    name, _, which = path.rpartition(".")
+    if name in TIMES:
+        return Metric(f"{which.replace('p', 'P')} {TIMES[name]}", path, -1, fmt.seconds)
+    return _NAMED.get(path, Metric(path, path, 0, fmt.number))
+
+
+P99_ITL = metric_of("itl_s.p99")  # of single gaps: TPOT, a mean of them, hides stalls
+_LATENCY = ("ttft_s.mean", "ttft_s.p99", "tpot_s.mean", "tpot_s.p99", "e2e_s.mean", "e2e_s.p99")
+LATENCY = (*map(metric_of, _LATENCY), P99_ITL)
+_OF_CLASSES = ("ttft_s.mean", "ttft_s.p99", "tpot_s.p99", "e2e_s.mean")
 
 
 def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric, ...]]:
@@ -143,7 +148,7 @@ def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric
     names = dict.fromkeys(name for classes in known for name in classes["num_requests"])
     if len({classes["by"] for classes in known}) != 1:
         return {}
-    metrics = [metric for metric in LATENCY if metric.label not in ("mean TPOT", "P99 E2E", "P99 ITL")]
+    metrics = [metric_of(path) for path in _OF_CLASSES]
     share, met = replace(SLO_METRICS[0], path="attainment"), replace(DEADLINES, path="deadlines_met")
     with_deadlines = {name for classes in known for name in classes["deadlines_met"] or ()}
     return {
@@ -153,19 +158,6 @@ def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric
         )
         for name in names
     }
-
-
-TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E", "itl_s": "ITL", "queueing_s": "queueing delay",
-          "itl_max_s": "largest ITL", "normalised_latency_s": "normalised latency",
-          "tpot_incl_first_s": "TPOT with the first token"}  # fmt: skip
-
-
-def metric_of(path: str) -> Metric:
-    """The metric at a dotted path of a summary; a metric without a name of its own has its path as label."""
-    name, _, which = path.rpartition(".")
-    if name in TIMES:
-        return Metric(f"{which.replace('p', 'P')} {TIMES[name]}", path, -1, fmt.seconds)
-    return _NAMED.get(path, Metric(path, path, 0, fmt.number))
 
 
 def chosen_metrics(metrics: Sequence[Metric], runs: Sequence[Run]) -> list[Metric]:

@@ -36,14 +36,6 @@ class Interaction(NamedTuple):
     cells: tuple[Comparison, ...]
     estimate: Estimate
 
-    @property
-    def least(self) -> Comparison:
-        return min(self.cells, key=_signed)
-
-    @property
-    def most(self) -> Comparison:
-        return max(self.cells, key=_signed)
-
 
 def _signed(cell: Comparison) -> float:
     assert cell.estimate is not None
@@ -70,7 +62,7 @@ class Effect:
     @property
     def ends(self) -> list[Comparison]:
         """The cells with the smallest and the largest effect, if there is an interaction."""
-        return [self.interaction.least, self.interaction.most] if self.interaction else []
+        return [end(self.interaction.cells, key=_signed) for end in (min, max)] if self.interaction else []
 
     @property
     def is_uneven(self) -> bool:

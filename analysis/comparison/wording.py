@@ -136,11 +136,6 @@ def step_text(effect: Effect) -> str:
     return f"{factor_name(effect.factor)} {level} instead of {base}"
 
 
-def told_at(load: str, sentence: str) -> str:
-    """The sentence with the load at which it holds ("": the only one)."""
-    return f"At {load}: {sentence}" if load else sentence
-
-
 def cells_text(effect: Effect, told: Callable[[Comparison], str]) -> str:
     """An interaction: "goodput is worse with prefix caching on (−2.6 %) and better with prefix caching off (+13 %)"."""
     words = {"unknown": "without an interval"}

@@ -23,7 +23,6 @@ from analysis.comparison.effects import is_full_design, meanings
 from analysis.comparison.pairs import Pair
 from analysis.comparison.sharing import common_share, drawn_by
 from analysis.comparison.triggered import idle_settings, never_triggered
-from analysis.comparison.wording import told_at
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.notes import Note, price_notes, rate_notes, replay_notes, told
 from analysis.measures.replicas import routing_notes
@@ -63,7 +62,7 @@ def cautions(
         here += [*outrun(group, margin), *_uneven(group), *warm_up(group, margin), *never_triggered(group)]
         found += [(load, text) for text in here]
     for text, at in grouped(found, lambda one: one[1]).items():
-        said.append(told_at(fmt.listing([load for load, _ in at]) if len(at) < len(loads) else "", text))
+        said.append(f"At {fmt.listing([load for load, _ in at])}: {text}" if len(at) < len(loads) else text)
     return [*said, *draining(loads)]
 
 

@@ -54,8 +54,8 @@ _Factors = tuple[str, ...]
 
 
 class _Said(NamedTuple):
-    """A sentence on some factors. is_beside: whether it is on no metric that the user chose. rank: minus its size, or
-    infinite."""
+    """A sentence on some factors. is_beside: whether it is on no metric that the user chose. rank: minus its largest
+    change (of the metrics that the user chose, if any), or infinite."""
 
     is_beside: bool
     rank: float
@@ -64,11 +64,13 @@ class _Said(NamedTuple):
 
 
 class _Subject(NamedTuple):
-    """One comparison, such as an arm with the baseline. rows: its metrics, for these arms. hidden: a text on metrics in
-    which the size of a factor's effect depends on others. by_cell: effects that differ between cells in claim or sign.
-    average: a prefix for averaged effects. preempting: see `triggered.preempting`. about: the factors that differ."""
+    """One comparison: of an arm with the baseline, or of a factor's levels (arm: ""). what: the rest of its name.
+    rows: its metrics, for these arms. hidden: a text on metrics in which the size of a factor's effect depends on
+    others. by_cell: effects that differ between cells in claim or sign. average: a prefix for averaged effects.
+    preempting: see `triggered.preempting`. about: the factors that differ."""
 
-    name: str
+    arm: str
+    what: str
     rows: Sequence[Comparison]
     arms: Sequence[Arm]
     hidden: str = ""
@@ -76,6 +78,10 @@ class _Subject(NamedTuple):
     average: str = ""
     preempting: Sequence[Arm] = ()
     about: _Factors = ()
+
+    @property
+    def name(self) -> str:
+        return self.arm + self.what
 
     @property
     def claims(self) -> list[Comparison]:
@@ -118,10 +124,9 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, margin: float, mos
     quiet: list[tuple[str, _Subject]] = []  # (conditions, what has no difference under them)
     for group in groups:
         for subject in _subjects(group):
-            at, arm = ", ".join(conditions(group.load, subject.arms)), subject.name.rpartition(" against ")[0]
-            for is_beside, size, text in _changes(subject, margin):
-                one = _Said(is_beside, -size, subject.about, text.removeprefix(arm))
-                changes.setdefault((one, at), []).append(arm)
+            at = ", ".join(conditions(group.load, subject.arms))
+            for one in _changes(subject, margin):
+                changes.setdefault((one, at), []).append(subject.arm)
             for row in subject.claims:
                 key = subject.average + subject.name, row.metric.label, subject.about
                 claimed.setdefault(key, []).append((at, row))
@@ -152,7 +157,7 @@ def _differences(groups: Sequence[Compared], slo: SLO | None, margin: float, mos
     if len(said) > most:
         num_told = max(1, most - 1)
         left = len(said) - num_told
-        more = f"{fmt.count(left, 'more difference')} {'is' if left == 1 else 'are'} in the tables."
+        more = f"{fmt.left(left, 'difference')}."
         told = [*said[:num_told], more] if most > 1 else [f"{said[0].removesuffix('.')}; {more}"]
         return [*told, *same]
     return [*said, *same, *_quiet(quiet, {subject for subject, *_ in claimed}, margin, pooled)[: most - len(said)]]
@@ -274,9 +279,9 @@ def conditions(load: str, arms: Sequence[Arm]) -> list[str]:
     return parts
 
 
-def _changes(subject: _Subject, margin: float) -> list[tuple[bool, float, str]]:
-    """(whether the user chose none of the metrics, the largest change, the claims as text), for cells and for averages.
-    The largest change is that of the metrics that the user chose, if any."""
+def _changes(subject: _Subject, margin: float) -> list[_Said]:
+    """The claims as text without the arm's name, for cells and for averages; the rank is by the metrics that the user
+    chose, if any."""
     found = []
     if subject.by_cell:
 
@@ -286,20 +291,20 @@ def _changes(subject: _Subject, margin: float) -> list[tuple[bool, float, str]]:
 
         ordered = sorted(subject.by_cell, key=rank)
         texts = [cells_text(effect, change_text) for effect in ordered[:_MAX_CLAIMS]]
-        is_beside, size = _rank([(one.comparison.metric, _largest(one)) for one in ordered])
+        of_cells = _rank([(one.comparison.metric, _largest(one)) for one in ordered])
         if not subject.claims and (quiet := told_of(subject.rows, margin)):
             texts.append(f"{subject.average}{quiet}")
-        found.append((is_beside, size, f"{subject.name}: {'; '.join(texts)}"))
+        found.append(_Said(*of_cells, subject.about, f"{subject.what}: {'; '.join(texts)}"))
     if claims := subject.claims:
-        text = f"{subject.average}{subject.name}: {told_of(subject.rows, margin)}{subject.hidden}"
-        found.append((*_rank([(row.metric, row.size) for row in claims]), text))
+        text = f"{subject.average}{subject.what}: {told_of(subject.rows, margin)}{subject.hidden}"
+        found.append(_Said(*_rank([(row.metric, row.size) for row in claims]), subject.about, text))
     return found
 
 
 def _rank(changes: Sequence[tuple[Metric, float]]) -> tuple[bool, float]:
-    """Whether the user chose none of these metrics, and the largest change of those chosen (else of all)."""
+    """`is_beside` and `rank` of a sentence on these metrics and their changes."""
     chosen = [size for metric, size in changes if metric.is_chosen]
-    return not chosen, max(chosen or [size for _, size in changes])
+    return not chosen, -max(chosen or [size for _, size in changes])
 
 
 def _largest(effect: Effect) -> float:
@@ -355,7 +360,7 @@ def _descriptions(groups: Sequence[Compared], slo: SLO | None, most: int) -> lis
     """At most `most` descriptions of the only arm, by load; the last one says that nothing is compared."""
     told = [_described(group, slo) for group in groups[: max(1, most)]]
     left = len(groups) - len(told)
-    more = f" {fmt.count(left, 'more load')} {'is' if left == 1 else 'are'} in the tables." if left else ""
+    more = f" {fmt.left(left, 'load')}." if left else ""
     if any("] of its requests kept the SLO" in text for text in told):
         more = f" {_TOO_NARROW}{more}"
     traces = "its trace" if len(groups) == 1 else "its traces"
@@ -406,22 +411,22 @@ def _subjects(group: Compared) -> list[_Subject]:
         compared = {name for effect in effects for pair in effect.pairs for name in pair}
         arms = [arm for arm in group.arms if first[arm.name] in compared]
         which, average = preempting(group.arms, [step.factor]), "on average over the other factors, "
-        found.append(_Subject(step_text(step), rows, arms, hidden, by_cell, average, which, (step.factor,)))
+        found.append(_Subject("", step_text(step), rows, arms, hidden, by_cell, average, which, (step.factor,)))
     known = {row.metric.label for one in found for row in (*one.claims, *(e.comparison for e in one.by_cell))}
     rows = [row for row in group.rows if not group.effects or (row.is_claim and row.metric.label not in known)]
     for name, mine in grouped((row for row in rows if first.get(row.arm) != base.name), lambda row: row.arm).items():
         both = [base, *(arm for arm in group.arms if arm.name == name)]
         factors = level_groups(both)
         which, about = preempting(both, [key for keys in factors for key in keys]), tuple(keys[0] for keys in factors)
-        found.append(_Subject(_against(name, base.name), mine, both, preempting=which, about=about))
+        found.append(_Subject(*_against(name, base.name), mine, both, preempting=which, about=about))
     return found
 
 
-def _against(name: str, base: str) -> str:
-    """The names of two arms, with common levels only once:
-    "decode_first against prefill_first (both watermark 0, prefix caching on)"."""
+def _against(name: str, base: str) -> tuple[str, str]:
+    """An arm's name and what follows it, with common levels only once:
+    "decode_first", " against prefill_first (both watermark 0, prefix caching on)"."""
     mine, theirs, both = apart(name, base)
-    return f"{mine} against {theirs}{f' (both {both})' if both else ''}"
+    return mine, f" against {theirs}{f' (both {both})' if both else ''}"
 
 
 def told_of(rows: Sequence[Comparison], margin: float) -> str:

@@ -54,7 +54,7 @@ def kept(groups: Sequence[Compared], slo: SLO, margin: float) -> str:
     by_text = list(grouped(told, lambda load: told[load]).items())
     parts = [f"at {fmt.listing(loads)}, {text}" if any(loads) else text for text, loads in by_text[:_MAX_LOADS]]
     if left := sum(len(loads) for _, loads in by_text[_MAX_LOADS:]):
-        parts.append(f"{fmt.count(left, 'more load')} {'is' if left == 1 else 'are'} in the tables")
+        parts.append(fmt.left(left, "load"))
     return "; ".join(parts)
 
 

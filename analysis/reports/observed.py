@@ -38,11 +38,11 @@ def values_of(
         told = [(group.load, text) for group in groups if (text := _values(metric, group.arms, slo))]
         texts = [f"at {load}: {text}" if load else text for load, text in told[:_MAX_LOADS]]
         if (left := len(told) - _MAX_LOADS) > 0:
-            texts.append(f"{fmt.count(left, 'more load')} {'is' if left == 1 else 'are'} in the tables")
+            texts.append(fmt.left(left, "load"))
         more = " (more replicates give an interval)" if are_untested else ""
         parts += [f"{metric.label} {'; '.join(texts)}{more}"] if texts else []
     if (left := len(parts) - _MAX_METRICS) > 0:
-        parts[_MAX_METRICS:] = [f"{fmt.count(left, 'more metric')} {'is' if left == 1 else 'are'} in the tables"]
+        parts[_MAX_METRICS:] = [fmt.left(left, "metric")]
     return parts
 
 

@@ -245,14 +245,11 @@ def _own_classes(runs: Sequence[Run]) -> str:
 
 def _nodes(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(key, settings) of each class: a whole group, as cost and trace may be, or a value of one."""
-    for group, below in config.items():
-        for key, one in {group: below, **{f"{group}.{name}": one for name, one in _items(below)}}.items():
-            if isinstance(one, Mapping) and "_target_" in one:
-                yield key, one
-
-
-def _items(node: Any) -> Iterable[tuple[str, Any]]:
-    return node.items() if isinstance(node, Mapping) else ()
+    groups = {key: below for key, below in config.items() if isinstance(below, Mapping)}
+    values = {f"{group}.{key}": value for group, below in groups.items() for key, value in below.items()}
+    for key, node in (groups | values).items():
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield key, node
 
 
 def _fact(value: Any) -> str:

@@ -112,7 +112,7 @@ def test_requests_in_common_are_those_of_the_traces_that_count(monkeypatch: pyte
 def test_an_effect_that_is_larger_at_one_level_of_another_factor_is_told_with_an_interval() -> None:
     effect = first_effect(design(lambda a, b: 2.0**a * (1.5 if a and b == 2 else 1.0), 0.02), LATENCY[0])
     assert effect.interaction is not None
-    least, most, apart = effect.interaction.least, effect.interaction.most, effect.interaction.estimate
+    (least, most), apart = effect.ends, effect.interaction.estimate
     assert most.arm == "b 2"
     assert least.estimate is not None
     assert most.estimate is not None

@@ -14,7 +14,6 @@ from analysis.comparison.arms import Arm, infer_arms
 from analysis.comparison.compare import (
     DEADLINES,
     FAIRNESS,
-    HIT_RATE,
     LATENCY,
     P99_ITL,
     RATES,
@@ -23,6 +22,7 @@ from analysis.comparison.compare import (
     Metric,
     compare,
     mean_over_replicates,
+    metric_of,
 )
 from analysis.comparison.effects import Compared, Effect, Interaction
 from analysis.comparison.fidelity import error_table
@@ -273,7 +273,8 @@ def test_metrics_that_the_user_chose_and_no_change_of_which_was_tested(arms: lis
 
 def test_of_what_has_no_interval_the_first_sentence_has_the_values(arms: list[Arm]) -> None:
     unknown = Estimate(-0.5, -math.inf, math.inf, 1, "paired t", "log_ratio")
-    chosen = (HIT_RATE, P99_ITL, *RATES, *FAIRNESS)
+    hit_rate = metric_of("prefix_hit_rate")
+    chosen = (hit_rate, P99_ITL, *RATES, *FAIRNESS)
     rows = [Comparison(arms[1].name, metric, 1.0, unknown, "unknown") for metric in chosen]
     itl_s = {arm.name: mean_over_replicates(arm, P99_ITL) or 0.0 for arm in arms}
     low, high = (f"{fmt.seconds(itl_s[name])} with {name}" for name in sorted(itl_s, key=lambda name: itl_s[name]))
@@ -288,12 +289,12 @@ def test_of_what_has_no_interval_the_first_sentence_has_the_values(arms: list[Ar
     assert said == f"{begin} P99 ITL {at}; 2 more loads are in the tables{more}."
     (said,) = observed([Compared("", arms[:1], (), ())], [P99_ITL], None)
     assert said == f"{begin} P99 ITL {fmt.seconds(itl_s[arms[0].name])} with {arms[0].name}."
-    hits = [fmt.share(mean_over_replicates(arm, HIT_RATE)) for arm in arms]
+    hits = [fmt.share(mean_over_replicates(arm, hit_rate)) for arm in arms]
     assert hits[0] == hits[1], "the same prompts"
     both = f"prefix hit rate {hits[0]} with {arms[0].name} and {arms[1].name}"
-    assert observed(alone, [HIT_RATE], None) == [f"{begin} {both}{more}."]
+    assert observed(alone, [hit_rate], None) == [f"{begin} {both}{more}."]
     many = [replace(arm, name=f"{arm.name} {index}") for index in range(3) for arm in arms]
-    (said,) = observed([Compared("", many, (), ())], [HIT_RATE], None)
+    (said,) = observed([Compared("", many, (), ())], [hit_rate], None)
     assert said.endswith(f"{hits[0]} with every arm.")
     assert observed(alone, [DEADLINES, LATENCY[0]], None) == []
     assert observed(alone, [], None) == []

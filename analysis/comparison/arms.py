@@ -224,17 +224,7 @@ def joined(arms: Iterable[Arm]) -> list[Arm]:
     return [replace(same[0], runs=tuple(runs[name].values())) for name, same in by_name.items()]
 
 
-Key = tuple[str | None, int | None, int]
 Pairing = tuple[tuple[Run, ...], tuple[Run, ...]]
-
-
-def _by_key(arm: Arm) -> dict[Key, Run]:
-    """An arm's runs by (trace fingerprint, seed, repetition)."""
-    found: dict[Key, Run] = {}
-    for run in arm.runs:
-        key = (run.fingerprint, run.manifest.get("seed"))
-        found[(*key, sum(known[:2] == key for known in found))] = run
-    return found
 
 
 def on_shared_traces(arms: Sequence[Arm]) -> list[Arm]:
@@ -268,45 +258,39 @@ def was_busy(run: Run) -> bool:
     return any(note.kind == BUSY for note in replay_notes(run.manifest))
 
 
-def replicates(arm: Arm) -> dict[Key, Run]:
-    """An arm's first run on each trace, by (trace fingerprint, seed, repetition); it represents its `repeats`. Runs on
-    one trace are not replicates: a seed does not change a recorded trace, and the variation on one trace (a random
-    policy, a real machine) says nothing about others. Traces with the same decisions count once, too."""
-    found: dict[Key, Run] = {}
+def replicates(arm: Arm) -> list[Run]:
+    """An arm's first run on each trace; it represents its `repeats`. Runs on one trace are not replicates: a seed does
+    not change a recorded trace, and the variation on one trace (a random policy, a real machine) says nothing about
+    others. Traces with the same decisions count once, too."""
+    found: list[Run] = []
     traces: set[str | None] = set()
     digests: set[str] = set()
-    for key, run in _by_key(arm).items():
-        if (key[0] is None or key[0] not in traces) and decided_alike(run) not in digests:
-            found[key] = run
-        traces.add(key[0])
+    for run in arm.runs:
+        if (run.fingerprint is None or run.fingerprint not in traces) and decided_alike(run) not in digests:
+            found.append(run)
+        traces.add(run.fingerprint)
         digests.add(decided_alike(run))
     return found
 
 
 def counted(arm: Arm) -> list[Run]:
     """The arm's runs that count: the repeats of every replicate."""
-    return [one for run in replicates(arm).values() for one in repeats(arm, run)]
+    return [one for run in replicates(arm) for one in repeats(arm, run)]
 
 
 def paired_replicates(baseline: Arm, arm: Arm) -> list[Pairing]:
     """(baseline's run, arm's run), each with its `repeats`, for each trace that both have; of one seed if possible.
     Raises RunFolderError if they share no trace."""
-    ours, theirs = _by_key(arm), _by_key(baseline)
-    found: list[Pairing] = []
-    traces: set[str] = set()
-    digests: set[tuple[str, str]] = set()
-    for key in sorted(theirs, key=lambda key: key not in ours):
-        run = ours.get(key) or next((run for other, run in ours.items() if other[0] == key[0]), None)
-        if key[0] is None or key[0] in traces or run is None:
-            continue
-        traces.add(key[0])
-        both = decided_alike(theirs[key]), decided_alike(run)
-        if both not in digests:
-            found.append((repeats(baseline, theirs[key]), repeats(arm, run)))
-        digests.add(both)
+    ours, theirs = (grouped(one.runs, lambda run: run.fingerprint) for one in (arm, baseline))
+    found: dict[tuple[str, str], Pairing] = {}  # by the decisions of both: equal ones count once
+    for trace in theirs:
+        if trace is not None and trace in ours:
+            both = [(base, run) for base in theirs[trace] for run in ours[trace]]
+            base, run = min(both, key=lambda pair: pair[0].manifest.get("seed") != pair[1].manifest.get("seed"))
+            found.setdefault((decided_alike(base), decided_alike(run)), (repeats(baseline, base), repeats(arm, run)))
     if not found:
         raise RunFolderError(f"the arms '{arm.name}' and '{baseline.name}' share no run of one trace")
-    return found
+    return [*found.values()]
 
 
 def alike(arms: Sequence[Arm]) -> dict[str, str]:

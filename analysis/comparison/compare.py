@@ -236,7 +236,7 @@ class Comparison:
 
 def mean_over_replicates(arm: Arm, metric: Metric, slo: SLO | None = None) -> float | None:
     """Mean over the arm's replicates, each the mean of its repeats; None if any does not reach the metric."""
-    return mean_of_all([_mean(repeats(arm, run), metric, slo) for run in replicates(arm).values()])
+    return mean_of_all([_mean(repeats(arm, run), metric, slo) for run in replicates(arm)])
 
 
 def _mean(runs: Sequence[Run], metric: Metric, slo: SLO | None) -> float | None:
@@ -250,7 +250,7 @@ def engine_noise(arms: Sequence[Arm], metric: Metric, slo: SLO | None = None) ->
 
 def repeated(arms: Sequence[Arm]) -> list[tuple[Run, ...]]:
     """The measured runs of an arm on one trace, for every arm and trace."""
-    return [repeats(arm, run) for arm in arms for run in replicates(arm).values()]
+    return [repeats(arm, run) for arm in arms for run in replicates(arm)]
 
 
 def noise_limit(arms: Sequence[Arm], metric: Metric, slo: SLO | None = None) -> float | None:

@@ -96,7 +96,7 @@ def same_arms(arms: Sequence[Arm]) -> str:
 def same_decisions(names: Sequence[str], first: str, arms: Sequence[Arm], keys: Sequence[str]) -> str:
     """The sentence "b took the same decisions as a at every step". It gives the reasons if every key in which the arms
     differ is known never to have been used."""
-    runs = [run for arm in arms for run in replicates(arm).values()]
+    runs = [run for arm in arms for run in replicates(arm)]
     why = {key: _never_used(key, {str(arm.levels.get(key)) for arm in arms}, runs) for key in keys}
     reasons = fmt.listing(list(dict.fromkeys(text for texts in why.values() for text in texts)))
     told = f"; what sets them apart was never triggered: {reasons}" if why and all(why.values()) else ""
@@ -116,7 +116,7 @@ def idle_settings(arms: Sequence[Arm]) -> list[str]:
     were chosen for is no reason of a difference. Arms that are `alike` are left to `never_triggered`."""
     same = alike(arms)
     apart = [arm for arm in arms if same[arm.name] == arm.name]
-    runs = [run for arm in apart for run in replicates(arm).values()]
+    runs = [run for arm in apart for run in replicates(arm)]
     keys = [key for factor in level_groups(apart) if len(factor) > 1 for key in factor if key.split(".")[-1] != "name"]
     told = []
     for parts, unused, text in _UNUSED:
@@ -139,6 +139,6 @@ def preempting(arms: Sequence[Arm], keys: Sequence[str]) -> Sequence[Arm]:
 
 def num_preempted(arms: Sequence[Arm]) -> str:
     """The preemptions of all arms, as "3 preemptions in 220 requests"; "" if there are no arms."""
-    runs = {run.path: run for arm in arms for run in replicates(arm).values()}.values()
+    runs = {run.path: run for arm in arms for run in replicates(arm)}.values()
     num, sent = sum(map(_preemptions, runs)), sum(run.summary["num_requests"] for run in runs)
     return f"{fmt.count(num, 'preemption')} in {fmt.number(sent)} requests" if arms else ""

@@ -309,7 +309,7 @@ def _span(values: Sequence[object]) -> str:
 
 
 def _uneven(arms: Sequence[Arm]) -> Iterator[str]:
-    traces = {arm.name: {key[0] for key in replicates(arm)} for arm in arms}
+    traces = {arm.name: {run.fingerprint for run in replicates(arm)} for arm in arms}
     if any(theirs != traces[arms[0].name] for theirs in traces.values()):
         fewest_first = sorted(traces.items(), key=lambda item: len(item[1]))
         told = _shown([f"{len(theirs)} of {name}" for name, theirs in fewest_first])

@@ -117,7 +117,7 @@ def own_plots(sections: Sections, report: ReportInput) -> list[Plot]:
 def _typical(arms: Sequence[Arm]) -> dict[str, Run]:
     """For each arm its run of one replicate: of the replicates that all arms have, the one with the median of mean TTFT
     over the arms, and of its repeats the one with the median. Without common replicates, each arm's first one."""
-    runs = [replicates(arm) for arm in arms]
+    runs = [{run.fingerprint: run for run in replicates(arm)} for arm in arms]
     common = sorted(
         (key for key in runs[0] if all(key in own for own in runs)),
         key=lambda key: sum([_mean_ttft_s(own[key]) for own in runs]),

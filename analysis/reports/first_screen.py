@@ -370,7 +370,7 @@ def _descriptions(groups: Sequence[Compared], slo: SLO | None, most: int) -> lis
 def _described(group: Compared, slo: SLO | None) -> str:
     """The results of the only arm, as means over its replicates."""
     (arm,) = group.arms
-    runs = list(replicates(arm).values())
+    runs = replicates(arm)
     manifest, metrics = runs[0].manifest, (*LATENCY, *RATES, *SLO_METRICS)
     values = {metric.label: metric.write(mean_over_replicates(arm, metric, slo)) for metric in metrics}
     over = f", means over {len(runs)} replicates" if len(runs) > 1 else ""

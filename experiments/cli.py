@@ -184,7 +184,7 @@ def _report(arguments: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--metric", action="append", type=words, default=[],
-        help=f"also compare: queueing_s.p99, or {{_target_: mine.share_slow}}; {stated} report.metrics",
+        help=f"compare, and tell first: queueing_s.p99, or {{_target_: mine.share_slow}}; {stated} report.metrics",
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
     options = parser.parse_args(arguments)

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from analysis import format as fmt
 from analysis.comparison.arms import (
     Arm,
@@ -20,27 +18,24 @@ from analysis.comparison.arms import (
     num_replicates,
     on_shared_traces,
     repeats,
-    replicates,
     was_busy,
 )
 from analysis.comparison.compare import (
     LATENCY,
     P99_ITL,
-    RATES,
     SLO_METRICS,
     Comparison,
     Metric,
-    mean_over_replicates,
 )
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
 from analysis.comparison.wording import cells_text, change_text, no_more_than, reached_text, step_text, undecided
-from analysis.load import Run
 from analysis.measures.slo import SLO
 from analysis.naming import apart, factor_name, level_text
 from analysis.reports.keeping_slo import best_within, is_chosen, kept, kept_briefly, tells_apart
 from analysis.reports.keeping_up import judged, serves_nothing, who
 from analysis.reports.observed import values_of
+from analysis.reports.one_arm import descriptions
 from analysis.reports.trust import shared
 
 MAX_SENTENCES = 5
@@ -108,7 +103,7 @@ def answer(groups: Sequence[Compared], slo: SLO | None, margin: float = 0.02, mo
     if serves_nothing([arm for group in groups for arm in group.arms]):
         return ["No request was served to its end in any run, so nothing can be compared."]
     if not any(group.rows for group in groups):
-        return _descriptions(groups, slo, most)
+        return descriptions(groups, slo, most)
     is_told = slo is not None and (is_chosen(groups) or tells_apart(groups, slo))
     share = "" if slo is None else kept(groups, slo, margin) if is_told else kept_briefly(groups, slo)
     of_slo = [f"{_as_sentence(share)}."] if share else []
@@ -348,51 +343,6 @@ def _turning(claimed: Mapping[tuple[str, str, _Factors], Sequence[tuple[str, Com
             text = f"{_as_sentence(subject)} turns with the {what}: {label} is {ends}."
             found.append(_Said(not worst.metric.is_chosen, worst.gain, about, text))
     return [one._replace(rank=-math.inf) for one in sorted(found)[:1]]
-
-
-_TOO_NARROW = (
-    "The interval (Wilson's) takes requests as independent, which they are not as they queue, and says nothing of "
-    "other traces: it is too narrow."
-)
-
-
-def _descriptions(groups: Sequence[Compared], slo: SLO | None, most: int) -> list[str]:
-    """At most `most` descriptions of the only arm, by load; the last one says that nothing is compared."""
-    told = [_described(group, slo) for group in groups[: max(1, most)]]
-    left = len(groups) - len(told)
-    more = f" {fmt.left(left, 'load')}." if left else ""
-    if any("] of its requests kept the SLO" in text for text in told):
-        more = f" {_TOO_NARROW}{more}"
-    traces = "its trace" if len(groups) == 1 else "its traces"
-    return [*told[:-1], f"{told[-1]}{more} No other arm ran on {traces}, so nothing is compared."]
-
-
-def _described(group: Compared, slo: SLO | None) -> str:
-    """The results of the only arm, as means over its replicates."""
-    (arm,) = group.arms
-    runs = replicates(arm)
-    manifest, metrics = runs[0].manifest, (*LATENCY, *RATES, *SLO_METRICS)
-    values = {metric.label: metric.write(mean_over_replicates(arm, metric, slo)) for metric in metrics}
-    over = f", means over {len(runs)} replicates" if len(runs) > 1 else ""
-    said = (
-        f"{manifest.get('scheduler')} with {manifest.get('model')} on {manifest.get('device')} "
-        f"({manifest.get('backend')}), {_came(runs)}{f' ({group.load})' if group.load else ''}{over}: "
-        f"TTFT {values['mean TTFT']} in the mean and {values['P99 TTFT']} at P99, TPOT {values['mean TPOT']} and "
-        f"{values['P99 TPOT']}, {values['requests/s']} and {values['output tokens/s']} served."
-    )
-    if slo is not None:
-        told = [run.summary_under(slo)["slo"]["attainment_ci95"] for run in runs]
-        interval = f" [{', '.join(fmt.share(end) for end in told[0])}]" if len(told) == 1 and told[0] else ""
-        said += f" {values['SLO attainment']}{interval} of its requests kept the SLO: goodput {values['goodput']}."
-    return said
-
-
-def _came(runs: Sequence[Run]) -> str:
-    """The number of requests and their rate, as means over the runs."""
-    num = float(np.mean([run.summary["num_requests"] for run in runs]))
-    rates = [rate for run in runs if (rate := run.summary["throughput"]["offered_per_s"]) is not None]
-    at = f" at {fmt.number(float(np.mean(rates)), 'req/s')}" if rates else " at once" if num > 1 else ""
-    return fmt.count(num, "request") + at
 
 
 def _subjects(group: Compared) -> list[_Subject]:

@@ -212,7 +212,7 @@ class ReportConfig:
     margin: float = 0.02  # relative differences below this count as equal
     replicates: tuple[str, ...] = ()  # trace keys whose values are replicates, not different loads: [trace.transforms]
     warmup_s: float = 0.0  # from the first arrival: excluded from rates, and its arrivals from latencies
-    metrics: tuple[Any, ...] = ()  # also compared: [queueing_s.p99, {_target_: mine.share_slow, better: lower}]
+    metrics: tuple[Any, ...] = ()  # compared, and told first: [queueing_s.p99, {_target_: mine.slow, better: lower}]
     plots: tuple[Any, ...] = ()  # of your own: [{_target_: mine.waiting, num_bins: 30}, ...]
 
     def __post_init__(self) -> None:

@@ -132,13 +132,13 @@ def idle_settings(arms: Sequence[Arm]) -> list[str]:
     return [f"Part of what sets the arms apart was never triggered: {'; '.join(told)}."] if told else []
 
 
-def preempting(arms: Sequence[Arm], keys: Sequence[str]) -> Sequence[Arm]:
-    """The arms, if one of the `keys` in which they differ decides about preemptions; else none."""
-    return arms if any(part in key for key in keys for part in _PREEMPTS) else ()
+def is_of_preemption(keys: Sequence[str]) -> bool:
+    """Whether one of these settings decides about preemptions."""
+    return any(part in key for key in keys for part in _PREEMPTS)
 
 
 def num_preempted(arms: Sequence[Arm]) -> str:
-    """The preemptions of all arms, as "3 preemptions in 220 requests"; "" if there are no arms."""
+    """The preemptions of all arms, as "3 preemptions in 220 requests"."""
     runs = {run.path: run for arm in arms for run in replicates(arm)}.values()
     num, sent = sum(map(_preemptions, runs)), sum(run.summary["num_requests"] for run in runs)
-    return f"{fmt.count(num, 'preemption')} in {fmt.number(sent)} requests" if arms else ""
+    return f"{fmt.count(num, 'preemption')} in {fmt.number(sent)} requests"

@@ -28,7 +28,7 @@ from analysis.comparison.compare import (
     Metric,
 )
 from analysis.comparison.effects import Compared, Effect, by_factor
-from analysis.comparison.triggered import num_preempted, preempting, same_arms, same_decisions
+from analysis.comparison.triggered import is_of_preemption, num_preempted, same_arms, same_decisions
 from analysis.comparison.wording import cells_text, change_text, no_more_than, reached_text, step_text, undecided
 from analysis.measures.slo import SLO
 from analysis.naming import apart, factor_name, level_text
@@ -61,8 +61,8 @@ class _Said(NamedTuple):
 class _Subject(NamedTuple):
     """One comparison: of an arm with the baseline, or of a factor's levels (arm: ""). what: the rest of its name.
     rows: its metrics, for these arms. hidden: a text on metrics in which the size of a factor's effect depends on
-    others. by_cell: effects that differ between cells in claim or sign. average: a prefix for averaged effects.
-    preempting: see `triggered.preempting`. about: the factors that differ."""
+    others. by_cell: effects that differ between cells in claim or sign. average: a prefix for averaged effects. about:
+    the settings that differ, of each factor the one that names it."""
 
     arm: str
     what: str
@@ -71,7 +71,7 @@ class _Subject(NamedTuple):
     hidden: str = ""
     by_cell: Sequence[Effect] = ()
     average: str = ""
-    preempting: Sequence[Arm] = ()
+    is_of_preemption: bool = False
     about: _Factors = ()
 
     @property
@@ -179,9 +179,9 @@ def _chosen_values(groups: Sequence[Compared], slo: SLO | None) -> str:
 
 def _preempted(subjects: Sequence[_Subject]) -> str:
     """How often anything was preempted in all runs that a sentence on these is about, if one is of preemptions."""
-    is_asked = any(subject.preempting for subject in subjects)
-    told = num_preempted([arm for subject in subjects for arm in subject.arms] if is_asked else [])
-    return f" ({told})" if told else ""
+    if not any(subject.is_of_preemption for subject in subjects):
+        return ""
+    return f" ({num_preempted([arm for subject in subjects for arm in subject.arms])})"
 
 
 def _over(subjects: Sequence[_Subject]) -> str:
@@ -360,15 +360,15 @@ def _subjects(group: Compared) -> list[_Subject]:
         rows = [effect.comparison for effect in even]
         compared = {name for effect in effects for pair in effect.pairs for name in pair}
         arms = [arm for arm in group.arms if first[arm.name] in compared]
-        which, average = preempting(group.arms, [step.factor]), "on average over the other factors, "
+        which, average = is_of_preemption([step.factor]), "on average over the other factors, "
         found.append(_Subject("", step_text(step), rows, arms, hidden, by_cell, average, which, (step.factor,)))
     known = {row.metric.label for one in found for row in (*one.claims, *(e.comparison for e in one.by_cell))}
     rows = [row for row in group.rows if not group.effects or (row.is_claim and row.metric.label not in known)]
     for name, mine in grouped((row for row in rows if first.get(row.arm) != base.name), lambda row: row.arm).items():
         both = [base, *(arm for arm in group.arms if arm.name == name)]
         factors = level_groups(both)
-        which, about = preempting(both, [key for keys in factors for key in keys]), tuple(keys[0] for keys in factors)
-        found.append(_Subject(*_against(name, base.name), mine, both, preempting=which, about=about))
+        which, about = is_of_preemption([key for keys in factors for key in keys]), tuple(keys[0] for keys in factors)
+        found.append(_Subject(*_against(name, base.name), mine, both, is_of_preemption=which, about=about))
     return found
 
 

@@ -93,6 +93,11 @@ class Run:
         return self.summarise()
 
     @property
+    def warmup_s(self) -> float:
+        """The time after the first arrival whose requests count in no latency."""
+        return self.flat_config.get("report.warmup_s") or 0.0
+
+    @property
     def slo(self) -> SLO | None:
         """The SLO in the run's configuration; None if it sets no limit."""
         return SLO.parse({item.name: self.flat_config.get(f"slo.{item.name}") for item in fields(SLO)})
@@ -109,7 +114,7 @@ class Run:
         """Computes the summary from the records, without reading summary.json, under `slo` or the run's own SLO. The
         files are read in batches, so neither a long run nor a sweep needs to fit in memory."""
         requests, steps = FileRows(self.path / "requests.parquet", STRINGS), FileRows(self.path / "steps.parquet")
-        return summarise(requests, steps, self.manifest, slo or self.slo, self.flat_config.get("report.warmup_s", 0.0))
+        return summarise(requests, steps, self.manifest, slo or self.slo, self.warmup_s)
 
     @cached_property
     def counted(self) -> tuple[RequestColumns, int]:
@@ -117,8 +122,8 @@ class Run:
         end_ns = run_end_ns(self.requests, FileRows(self.path / "steps.parquet"))
         requests = RequestColumns.of(self.requests)
         arrival = requests.whole("arrival_ns")
-        warmup_ns = round(self.flat_config.get("report.warmup_s", 0.0) * 1e9)
-        is_counted = (arrival >= arrival.min(initial=end_ns) + warmup_ns) & (arrival <= end_ns)
+        start_ns = arrival.min(initial=end_ns) + round(self.warmup_s * 1e9)
+        is_counted = (arrival >= start_ns) & (arrival <= end_ns)
         return requests.where(is_counted), end_ns
 
     @cached_property

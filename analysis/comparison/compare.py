@@ -82,7 +82,7 @@ class Metric:
 
     def is_known_in(self, run: Run) -> bool:
         """Whether the run has requests of its class."""
-        classes = run.summary.get("classes")
+        classes = run.summary["classes"]
         return classes is not None and self.part[2] in classes["num_requests"]
 
 
@@ -144,7 +144,7 @@ _OF_CLASSES = ("ttft_s.mean", "ttft_s.p99", "tpot_s.p99", "e2e_s.mean")
 def of_classes(runs: Sequence[Run], *, with_slo: bool) -> dict[str, tuple[Metric, ...]]:
     """Class ("tenant batch", without characters that steer a terminal) -> its metrics, for each class that a run has;
     none if there are not several, or if some runs have tenants and others priorities. See `measures.classes`."""
-    known = [classes for run in runs if (classes := run.summary.get("classes"))]
+    known = [classes for run in runs if (classes := run.summary["classes"])]
     names = dict.fromkeys(name for classes in known for name in classes["num_requests"])
     if len({classes["by"] for classes in known}) != 1:
         return {}

@@ -121,14 +121,14 @@ def stated(runs: Sequence[Run], name: str) -> Any:
 
 def check_warm_up(runs: Sequence[Run]) -> None:
     """Raises RunFolderError if compared runs have different warm-ups, or a warm-up leaves out all requests of one."""
-    found = sorted({float(run.flat_config.get("report.warmup_s") or 0.0) for run in runs})
+    found = sorted({run.warmup_s for run in runs})
     again = "give every command of the sweep"
     if len(found) > 1:
         raise RunFolderError(
             f"the runs leave out different starts (report.warmup_s: {', '.join(f'{value:g}' for value in found)}); "
             f"{again} the same: what is done is not run again"
         )
-    if empty := [run for run in runs if run.summary.get("num_in_warmup") and not run.summary["num_requests"]]:
+    if empty := [run for run in runs if run.summary["num_in_warmup"] and not run.summary["num_requests"]]:
         raise RunFolderError(
             f"report.warmup_s={found[0]:g} leaves out all requests of {empty[0].path} ({len(empty)} of {len(runs)} "
             f"runs); {again} a smaller one: what is done is not run again"

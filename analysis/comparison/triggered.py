@@ -51,7 +51,7 @@ _UNUSED: tuple[tuple[tuple[str, ...], Callable[[Run], bool], str], ...] = (
     (("prefix_caching", "eviction"), _never_hit, "no prefix was hit"),
     (("queue_order",), _hardly_waited, "requests hardly ever waited together"),
     (("vtc",), lambda run: _is_one(run, "tenant"), "the trace has one tenant"),
-    (("router",), lambda run: run.summary.get("replicas") is None, "there is one replica"),
+    (("router",), lambda run: run.summary["replicas"] is None, "there is one replica"),
     (("priority", "lowest_priority"), lambda run: _is_one(run, "priority"), "all have one priority"),
     (("edf",), lambda run: _is_alike(run, "deadline"), "all have one deadline after arrival, or none"),
 )

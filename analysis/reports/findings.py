@@ -58,13 +58,13 @@ def limits(compared: Iterable[Sequence[Arm]], arms: Sequence[Arm], slo: SLO | No
             f"one trace of ten, such as an overload, is in none of them with a chance of {fmt.percent(0.9**least)}; "
             "neither an interval nor a statement of no difference holds it then."
         )
-    unfinished = sum(run.summary.get("num_unfinished", 0) for arm in arms for run in arm.runs)
+    unfinished = sum(run.summary["num_unfinished"] for arm in arms for run in arm.runs)
     if unfinished:
         yield (
             f"{fmt.number(unfinished)} requests were unfinished when their run ended. They are censored, not dropped: "
             "quantiles are Kaplan–Meier's, a mean over them cannot be known, and each has failed its SLO."
         )
-    unsent = sum(run.summary.get("num_unsent") or 0 for arm in arms for run in arm.runs)
+    unsent = sum(run.summary["num_unsent"] or 0 for arm in arms for run in arm.runs)
     if unsent:
         yield (
             f"{fmt.number(unsent)} requests of the traces were never sent: their session's earlier turn was ignored or "

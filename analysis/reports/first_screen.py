@@ -20,13 +20,7 @@ from analysis.comparison.arms import (
     repeats,
     was_busy,
 )
-from analysis.comparison.compare import (
-    LATENCY,
-    P99_ITL,
-    SLO_METRICS,
-    Comparison,
-    Metric,
-)
+from analysis.comparison.compare import LATENCY, P99_ITL, SLO_METRICS, Comparison, Metric
 from analysis.comparison.effects import Compared, Effect, by_factor
 from analysis.comparison.triggered import is_of_preemption, num_preempted, same_arms, same_decisions
 from analysis.comparison.wording import cells_text, change_text, no_more_than, reached_text, step_text, undecided

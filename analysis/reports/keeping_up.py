@@ -54,7 +54,7 @@ def judged(arms: Sequence[Arm]) -> list[Judged]:
 
 def state_of(run: Run) -> State:
     """The state of one run: "untold" if the trace does not tell, "at once" if all requests arrived at once."""
-    known = run.summary.get("steadiness")
+    known = run.summary["steadiness"]
     if known is None:
         return "at once"
     return "untold" if known["is_outrun"] is None else "beyond" if known["is_outrun"] else "kept up"

@@ -128,7 +128,7 @@ def _is_drained_long(run: Run) -> bool:
 
 
 def _lasted_s(run: Run) -> float:
-    return float(run.summary["throughput"]["duration_s"]) + _warmup_s(run)
+    return float(run.summary["throughput"]["duration_s"]) + run.warmup_s
 
 
 def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
@@ -152,11 +152,11 @@ def _in_which(chosen: Sequence[tuple[str, Run]], arms: Sequence[Arm]) -> str:
 
 def left_out_start(arms: Sequence[Arm]) -> Iterator[str]:
     """A sentence on the requests that report.warmup_s leaves out."""
-    runs = [run for arm in arms for run in arm.runs if run.summary.get("num_in_warmup")]
+    runs = [run for arm in arms for run in arm.runs if run.summary["num_in_warmup"]]
     if runs:
         left, kept = (sum(run.summary[name] for run in runs) for name in ("num_in_warmup", "num_requests"))
         yield (
-            f"The requests that came in the first {_warmup_s(runs[0]):g} s of each run (report.warmup_s), "
+            f"The requests that came in the first {runs[0].warmup_s:g} s of each run (report.warmup_s), "
             f"{fmt.number(left)} of {fmt.number(left + kept)}, count in no latency and no SLO attainment; throughput "
             "and goodput count those of them, too, that ended after these seconds."
         )
@@ -171,7 +171,7 @@ def warm_up(arms: Sequence[Arm], margin: float) -> Iterator[str]:
     changed = [(name, run) for name, each in changes.items() for run, change in each if change > margin]
     most = max(change for each in changes.values() for _, change in each)
     said, longer = "The start, when the system is still empty,", ""
-    if warmup_s := _warmup_s(changed[0][1]):
+    if warmup_s := changed[0][1].warmup_s:
         said, longer = f"After the first {warmup_s:g} s the system still fills up, which", "a longer "
     yield (
         f"{said} is part of all numbers: without it (MSER-5's cut) mean TTFT {_in_which(changed, arms)}would be up to "
@@ -184,13 +184,8 @@ def change_by_warm_up(run: Run) -> float:
     all requests came at once."""
     if state_of(run) == "beyond" or (state_of(run) == "at once" and not is_closed_loop(run)):
         return 0.0
-    requests = run.requests.sort_values("arrival_ns", kind="stable")
-    start_ns = requests["arrival_ns"].min() + round(_warmup_s(run) * 1e9)
-    kept = requests[requests["arrival_ns"] >= start_ns]
-    ttft = kept["ttft_s"].dropna().to_numpy(dtype=np.float64)
+    requests, _ = run.counted
+    ttft = requests.numbers("ttft_s")[np.argsort(requests.whole("arrival_ns"), kind="stable")]
+    ttft = ttft[~np.isnan(ttft)]
     cut = mser5(ttft)
     return float(ttft[cut:].mean() / ttft.mean() - 1.0) if cut and ttft.mean() > 0 else 0.0
-
-
-def _warmup_s(run: Run) -> float:
-    return run.flat_config.get("report.warmup_s") or 0.0

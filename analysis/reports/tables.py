@@ -194,7 +194,7 @@ def setup_table(caption: str, runs: Sequence[Run]) -> Table:
         ("pace of the replay", values("replay", "pace")),
         ("a probe's median time over what it should take", values("replay", "probe", "slowness", "p50")),
         ("code version", values("code_version")),
-        ("time base", "; ".join([*dict.fromkeys(str(run.summary.get("time_base")) for run in runs), _OF_RATES])),
+        ("time base", "; ".join([*dict.fromkeys(run.summary["time_base"] for run in runs), _OF_RATES])),
         ("checks of the records", "; ".join(dict.fromkeys(outline(run.summary["checks"]) for run in runs))),
     ]
     rows = tuple((Cell(name, kind="head"), Cell(text)) for name, text in facts if text not in ("", fmt.NOTHING))

@@ -37,7 +37,8 @@ class Known:
         self.path, self.fingerprint = Path(f"{name}-{seed}"), f"trace {seed}"
         self.manifest = {"seed": seed, "digest": str(value)}
         self.summary = {
-            "num_finished": 1, "finish_reasons": {"ignored": 0}, "e2e_s": {"mean": value}, "preemptions": {"total": 0}
+            "num_finished": 1, "finish_reasons": {"ignored": 0}, "e2e_s": {"mean": value}, "preemptions": {"total": 0},
+            "steadiness": None,
         }  # fmt: skip
         self.flat_config: dict[str, Any] = {"trace.name": "synthetic", "seed": seed}
         self._value = value

@@ -12,7 +12,6 @@ from testbed.traces.schema import Part, Span, TraceRequest, TraceSource
 _pack_text = struct.Struct("<cI").pack
 _pack_number = struct.Struct("<cq").pack
 _pack_span = struct.Struct("<cQQQ").pack
-_pack_plain = struct.Struct("<2scqcq4scQQQ3sQQQc").pack  # see _encode_plain
 
 
 class Fingerprint:
@@ -44,22 +43,6 @@ def fingerprint(trace: TraceSource) -> str:
 
 def _encode(row: TraceRequest) -> bytes:
     output = row.output
-    if (
-        len(row.prompt) == 1
-        and isinstance(row.prompt[0], Span)
-        and isinstance(output, Span)
-        and row.session_id is None
-        and row.tenant is None
-        and row.turn is None
-        and row.think_ns is None
-        and row.cancel_after_ns is None
-        and row.deadline_ns is None
-        and row.cache_salt is None
-        and row.max_tokens is None
-        and row.prompt[0].length
-        and output.length
-    ):
-        return _encode_plain(row, row.prompt[0], output)
     numbers = (row.arrival_ns if row.think_ns is None else None, row.priority, row.turn, row.think_ns)
     fields = [_text(row.request_id), _text(row.tenant), _text(row.session_id)]
     fields += [_number(number) for number in (*numbers, row.cancel_after_ns)]
@@ -69,13 +52,6 @@ def _encode(row: TraceRequest) -> bytes:
         fields += [b"m", _number(row.max_tokens)]
     fields += [_content(row.prompt), b"-" if output is None else _content((output,))]
     return b"".join(fields)
-
-
-def _encode_plain(row: TraceRequest, prompt: Span, output: Span) -> bytes:
-    """Returns the bytes of the general case, but faster, for a request outside sessions whose prompt is one span."""
-    raw = row.request_id.encode()
-    plain = _pack_plain(b"--", b"i", row.arrival_ns, b"i", row.priority, b"---(", b"k", *prompt, b")(k", *output, b")")
-    return _pack_text(b"s", len(raw)) + raw + plain
 
 
 def _text(text: str | None) -> bytes:
@@ -91,7 +67,8 @@ def _number(number: int | None) -> bytes:
 
 def _content(parts: tuple[Part, ...]) -> bytes:
     """Encodes spans by key, start and length, and runs of explicit ids by their ids, however they are cut."""
-    return b"(%b)" % b"".join(map(_part, whole_runs(parts)))
+    runs = parts if len(parts) == 1 and parts[0].num_tokens else whole_runs(parts)
+    return b"(%b)" % b"".join(map(_part, runs))
 
 
 def _part(part: Part) -> bytes:

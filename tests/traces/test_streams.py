@@ -263,16 +263,3 @@ def test_a_large_file_out_of_order_is_read_whole_and_that_is_said(tmp_path, monk
     assert trace.notes == ("1 row out of order, sorted by arrival",)
     with pytest.raises(OutOfOrderError, match=r"a\.csv:6"):
         list(open_trace("azure", file, stream=True))
-
-
-def test_the_short_form_of_the_fingerprint_is_that_of_the_long_form():
-    from testbed.traces import fingerprint as module
-
-    plain = row("a\u00e9", 7, priority=-3)
-    assert module._encode_plain(plain, plain.prompt[0], plain.output) == module._encode(plain)
-    general = b"".join([
-        module._text(plain.request_id), b"--", module._number(7), module._number(-3), b"---",
-        module._content(plain.prompt), module._content((plain.output,)),
-    ])  # fmt: skip
-    assert module._encode(plain) == general
-    assert module._encode(plain._replace(tenant="t")) != general

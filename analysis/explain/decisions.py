@@ -73,21 +73,6 @@ def decided_steps(run: Run, *, explained: bool = True) -> Iterator[DecidedStep]:
             yield step
 
 
-def absences(run: Run) -> dict[str, list[tuple[int, int | None, str]]]:
-    """By request: for each preemption its start, the time when the request ran again (ns; None: never), and how it was
-    preempted, `recompute` or `swap`. Raises RunFolderError if the decisions are missing."""
-    away: dict[str, tuple[int, str]] = {}
-    found: dict[str, list[tuple[int, int | None, str]]] = {}
-    for step in decided_steps(run, explained=False):
-        for name in [name for name in away if name in step.scheduled]:
-            since_ns, mode = away.pop(name)
-            found.setdefault(name, []).append((since_ns, step.start_ns, mode))
-        away |= {name: (step.start_ns, mode) for name, mode in step.victims.items()}
-    for name, (since_ns, mode) in away.items():
-        found.setdefault(name, []).append((since_ns, None, mode))
-    return found
-
-
 def _rows(rows: FileRows) -> Iterator[tuple[Any, ...]]:
     for batch in rows.batches([*_NUMBERS, "blocked_by"]):
         columns = [whole(array).tolist() for array in batch[:-1]]

@@ -39,10 +39,16 @@ Source = Run | str | os.PathLike[str]
 
 class Told:
     """The results of one pass over a run's decisions. requests: REQUEST_FACTS. follower: of request `request_id`.
-    takers: with `within_s`, of the requests that arrived in [from, to), seconds; `is_asked` says which these are."""
+    takers: with `within_s`, of the requests that arrived in [from, to), seconds; `is_asked` says which these are.
+    explained: whether the causes of preemptions are required, which record.decisions alone does not record."""
 
     def __init__(
-        self, source: Source, request_id: str | None = None, within_s: tuple[float, float] | None = None
+        self,
+        source: Source,
+        request_id: str | None = None,
+        within_s: tuple[float, float] | None = None,
+        *,
+        explained: bool = True,
     ) -> None:
         self.run = source if isinstance(source, Run) else load_run(source)
         if request_id is not None:
@@ -55,7 +61,7 @@ class Told:
         self._waits: list[pd.DataFrame] = []
         self._preempted: list[Preempted] = []
         engines = self._engines(request_id, with_takers=within_s is not None)
-        for step in decided_steps(self.run):
+        for step in decided_steps(self.run, explained=explained):
             if (engine := engines.get(step.replica)) is not None:
                 engine.take(step)
                 if len(engine.rows) >= _ROWS:

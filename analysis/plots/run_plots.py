@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast, overload
 
 import numpy as np
@@ -12,7 +12,8 @@ from matplotlib.patches import Patch
 
 from analysis import format as fmt
 from analysis.comparison.arms import Runs, Several
-from analysis.explain.decisions import DECISIONS_FILE, absences
+from analysis.explain.decisions import DECISIONS_FILE
+from analysis.explain.frames import PREEMPTED, Told
 from analysis.load import Run, Sweep, num_replicas
 from analysis.measures.occupancy import run_end_ns
 from analysis.plots import style
@@ -120,14 +121,16 @@ def gantt(
     if request_ids is not None:
         chosen &= lives["request_id"].isin(list(request_ids))
     rows = lives[chosen].sort_values("arrival_s", kind="stable").head(max_rows).reset_index(drop=True)
-    away = absences(source) if isinstance(source, Run) and (source.path / DECISIONS_FILE).is_file() else None
+    preemptions = None
+    if isinstance(source, Run) and (source.path / DECISIONS_FILE).is_file():
+        preemptions = Told(source, explained=False).preemptions
     with style.styled(ax):
         axes = style.only_axes(ax, 1.1 + 0.13 * max(min(len(rows), 80), 4))
         if rows.empty:
             style.say_empty(axes, "no request is in the system then")
             return axes
-        handles = _draw_phases(axes, rows, away or {}) | _draw_ends(axes, rows)
-        _name_rows(axes, rows, with_counts=away is None)
+        handles = _draw_phases(axes, rows, preemptions) | _draw_ends(axes, rows)
+        _name_rows(axes, rows, with_counts=preemptions is None)
         if len(rows) < chosen.sum():
             when = "" if (from_s, to_s) == (0.0, None) else " in this window"
             axes.set_title(f"the first {len(rows):,} of {chosen.sum():,} requests{when}, by arrival", loc="left")
@@ -152,9 +155,7 @@ def _lives(requests: pd.DataFrame, end_s: float) -> pd.DataFrame:
     )
 
 
-def _draw_phases(
-    axes: Axes, rows: pd.DataFrame, away: Mapping[str, Sequence[tuple[int, int | None, str]]]
-) -> dict[str, Any]:
+def _draw_phases(axes: Axes, rows: pd.DataFrame, preemptions: pd.DataFrame | None) -> dict[str, Any]:
     """Draws the phases; returns the legend handles of those that occur."""
     places = np.arange(len(rows), dtype=np.float64)
     started = rows["first_scheduled_s"].fillna(rows["end_s"]).to_numpy()
@@ -164,14 +165,12 @@ def _draw_phases(
         "prefill": np.stack((places, started, np.maximum(token, started))),
         "decode": np.stack((places, np.maximum(token, started), rows["end_s"])),
     }
+    known = pd.DataFrame(columns=PREEMPTED) if preemptions is None else preemptions
+    away = rows.assign(place=places).merge(known, on="request_id")
     for mode in ("recompute", "swap"):
-        spells = [
-            (row, since / 1e9, (ends if until is None else until / 1e9))
-            for row, name, ends in zip(places, rows["request_id"], rows["end_s"], strict=True)
-            for since, until, how in away.get(name, ())
-            if how == mode
-        ]
-        bars[f"preempted ({mode})"] = np.array(spells, dtype=np.float64).reshape(-1, 3).T
+        of_mode = away[away["mode"] == mode]
+        back_s = (of_mode["back_ns"] / 1e9).fillna(of_mode["end_s"])  # one that never ran again is away to its end
+        bars[f"preempted ({mode})"] = np.stack((of_mode["place"], of_mode["at_ns"] / 1e9, back_s)).astype(np.float64)
     handles: dict[str, Any] = {}
     for phase, (row, start, end) in bars.items():
         if (end > start).any():

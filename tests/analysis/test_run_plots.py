@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from matplotlib import pyplot
 from matplotlib.colors import to_rgb
 
-from analysis.explain.decisions import absences
+from analysis.explain.frames import Told
 from analysis.load import load
 from analysis.plots import latency_cdf, pareto, run_plots, style, throughput_latency, timeline
 from analysis.plots.curves import MAX_POINTS, Level
@@ -180,14 +180,15 @@ def test_a_run_of_days_has_ticks_of_days_and_bars_that_are_seen(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["short", "swap", "fleet"])
-def test_absences_are_the_preemptions_of_the_records(runs, name):
+def test_the_preemptions_of_decisions_are_those_of_the_records(runs, name):
     run = runs[name]
-    found = absences(run)
-    counts = run.requests.set_index("request_id")["num_preemptions"]
-    assert {request: len(spells) for request, spells in found.items()} == counts[counts > 0].to_dict()
-    assert {mode for spells in found.values() for _, _, mode in spells} == {"swap" if name == "swap" else "recompute"}
-    finish = run.requests.set_index("request_id")["finish_ns"]
-    assert all(since < until <= finish[one] for one, spells in found.items() for since, until, _ in spells)
+    found = Told(run, explained=False).preemptions
+    requests = run.requests.set_index("request_id")
+    counts = requests["num_preemptions"]
+    assert found["request_id"].value_counts().to_dict() == counts[counts > 0].to_dict()
+    assert {*found["mode"]} == {"swap" if name == "swap" else "recompute"}
+    assert (found["at_ns"] < found["back_ns"]).all()
+    assert (found["back_ns"] <= found["request_id"].map(requests["finish_ns"])).all()
 
 
 def test_a_gantt_chart_has_each_requests_phases_and_preemptions(runs):

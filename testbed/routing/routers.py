@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh64_intdigest
 
-from testbed.checks import require, require_whole
+from testbed.checks import choose, require, require_whole
 from testbed.composites import with_parts
 from testbed.core.request import Request
 from testbed.errors import ConfigError
-from testbed.foreign_text import shown, unknown
+from testbed.foreign_text import shown
 from testbed.streams import draw
 
 
@@ -92,13 +92,6 @@ MEASURES: Mapping[str, Callable[[ReplicaView], int]] = {
 }
 
 
-def measure_of(name: str, router: str) -> Callable[[ReplicaView], int]:
-    """Returns the load function of this name. Raises ConfigError, which names the nearest valid one."""
-    if name not in MEASURES:
-        raise ConfigError(unknown(f"measure of router {router} is {name!r}", name, list(MEASURES)))
-    return MEASURES[name]
-
-
 def least(replicas: Replicas, load: Callable[[ReplicaView], Any]) -> int:
     """Returns the number of the least loaded replica, the lowest number among equals."""
     return min(replicas, key=lambda replica: (load(replica), replica.number)).number
@@ -148,7 +141,7 @@ class PowerOfTwo(_Drawing):
 
     def __init__(self, measure: str = "requests") -> None:
         super().__init__()
-        self._load = measure_of(measure, "power_of_two")
+        self._load = MEASURES[choose("measure of router power_of_two", measure, MEASURES)]
 
     def route(self, request: Request, replicas: Replicas) -> int:
         if len(replicas) == 1:
@@ -167,7 +160,7 @@ class LeastLoaded:
     """
 
     def __init__(self, measure: str = "tokens") -> None:
-        self._load = measure_of(measure, "least_loaded")
+        self._load = MEASURES[choose("measure of router least_loaded", measure, MEASURES)]
 
     def route(self, request: Request, replicas: Replicas) -> int:
         return least(replicas, self._load)
@@ -196,15 +189,10 @@ class PrefixAffinity:
     ) -> None:
         share = cache_threshold
         require("cache_threshold of router prefix_affinity", share, 0 <= share <= 1, "from 0 to 1")
-        if balance_abs_threshold < 0 or balance_rel_threshold < 1:
-            given = f"{balance_abs_threshold} and {balance_rel_threshold}"
-            raise ConfigError(
-                f"balance_abs_threshold and balance_rel_threshold of router prefix_affinity are {given}; they must be "
-                "at least 0 and 1"
-            )
-        self._share = share
-        self._most_apart = balance_abs_threshold
-        self._most_times = balance_rel_threshold
+        apart, times = balance_abs_threshold, balance_rel_threshold
+        require("balance_abs_threshold of router prefix_affinity", apart, apart >= 0, "at least 0")
+        require("balance_rel_threshold of router prefix_affinity", times, times >= 1, "at least 1")
+        self._share, self._most_apart, self._most_times = share, apart, times
 
     def route(self, request: Request, replicas: Replicas) -> int:
         loads = [replica.num_requests for replica in replicas]
@@ -243,9 +231,9 @@ class SessionSticky:
     """
 
     def __init__(self, others: Any = "least_loaded", max_sessions: int = 100_000) -> None:
-        if isinstance(others, str) and others not in ROUTERS:
-            raise ConfigError(unknown(f"others of router session_sticky is {others!r}", others, list(ROUTERS)))
-        self._others: Router = ROUTERS[others]() if isinstance(others, str) else others
+        if isinstance(others, str):
+            others = ROUTERS[choose("others of router session_sticky", others, ROUTERS)]()
+        self._others: Router = others
         if not hasattr(self._others, "route"):
             raise ConfigError(
                 f"others of router session_sticky is {shown(others)}; give a router's name, or a router by _target_"

@@ -10,7 +10,7 @@ from typing import Any
 
 from testbed.checks import MAX_SEED, require_type, require_whole
 from testbed.errors import ConfigError, TestbedError, TraceError
-from testbed.foreign_text import nearest, shown
+from testbed.foreign_text import nearest, shown, unknown
 from testbed.traces.arrivals import ArrivalConfig
 from testbed.traces.schema import Span, Trace, TraceRequest, TraceSource
 from testbed.traces.stream import StreamedTrace, whole
@@ -207,7 +207,7 @@ def _checked(step: Step, where: str) -> tuple[Transform, dict[str, Any]]:
         )
     name = step["name"]
     if name not in TRANSFORMS:
-        raise ConfigError(f"{where}.name is {name!r}; {nearest(str(name), names)}valid: {', '.join(names)}")
+        raise ConfigError(unknown(f"{where}.name is {name!r}", str(name), names))
     transform = TRANSFORMS[name]
     known = transform.parameters()
     values = {key: value for key, value in step.items() if key != "name"}

@@ -57,20 +57,19 @@ class SLO:
         return next((item.slo for item in self.classes if item.has(tenant, priority)), self)
 
     def num_of_each(self, requests: RequestColumns) -> IntArray:
-        """How many requests have the SLO of each class, the first that they are of `[num_classes]`."""
-        left, nums = np.ones(len(requests), dtype=bool), []
-        for item in self.classes:
-            selected = item.selects(requests)
-            nums.append(int((left & selected).sum()))
-            left &= ~selected
-        return np.array(nums, dtype=np.int64)
+        """How many requests are of each class `[num_classes]`."""
+        return np.bincount(self._class_of(requests), minlength=len(self.classes) + 1)[:-1]
 
     def limits_of(self, requests: RequestColumns, name: str) -> FloatArray:
         """The limit `name` of each request, seconds `[num_requests]`; NaN for none."""
-        found = np.full(len(requests), np.nan)
-        found[:] = getattr(self, name)
-        for item in reversed(self.classes):
-            found[item.selects(requests)] = getattr(item.slo, name)
+        every = (*(item.slo for item in self.classes), self)
+        return np.array([getattr(slo, name) for slo in every], dtype=np.float64)[self._class_of(requests)]
+
+    def _class_of(self, requests: RequestColumns) -> IntArray:
+        """The place in `classes` of each request's class, the first that it is of; their number for none."""
+        found = np.full(len(requests), len(self.classes))
+        for place, item in reversed([*enumerate(self.classes)]):
+            found[item.selects(requests)] = place
         return found
 
     def __str__(self) -> str:

@@ -173,11 +173,9 @@ class Conversation:
             text, drawn = ("prompt", draw.prompt) if self._is_first else (self._later, draw.turn_prompt)
             wait_ns, num_calls = draw.think_ns, draw.num_calls
         answer, drawn_output = ("agent.call", draw.call) if num_calls else ("output", draw.output)
+        new, output = self._cuts.at_most(text, drawn), self._cuts.at_most(answer, drawn_output)
         limit = self._config.max_session_tokens
-        if limit is None:
-            new, output = self._cuts.count(text, drawn), self._cuts.count(answer, drawn_output)
-        else:
-            new, output = self._cuts.at_most(text, drawn), self._cuts.at_most(answer, drawn_output)
+        if limit is not None:
             before = self._num_tokens + sum(document.length for document in documents)
             wanted = before + new + output
             if not self._is_first and wanted > limit:
@@ -192,8 +190,8 @@ class Conversation:
             output = min(output, limit - before - 1)
             new = min(new, limit - before - output)
             self._cuts.num_first_cut += before + new + output < wanted
-            self._cuts.count(text, drawn)  # counted here, as the lengths are used only now
-            self._cuts.count(answer, drawn_output)
+        self._cuts.count(text, drawn)  # counted here, as the lengths are used only now
+        self._cuts.count(answer, drawn_output)
         self._calls_left = num_calls
         self._turns_left -= not is_call_result
         self._is_first = False

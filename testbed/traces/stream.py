@@ -34,7 +34,7 @@ class StreamedTrace:
     make: yields the same rows each time, in order of arrival, with unique ids (which is not checked, as that would need
     all ids in memory); a closed-loop turn has the arrival of the turn before it. num_requests: None if not known.
     Iterating raises OutOfOrderError at a row that is earlier than the one before it, TraceError on no rows, with
-    the message of `nothing`, and at an arrival beyond MAX_NS.
+    the message `nothing`, and at an arrival beyond MAX_NS.
 
     For `whole`, which sorts: unordered yields the rows where `make` cannot bring them into a session's order. counted
     returns the notes instead of `notes`, with the numbers that are known after all rows were made.
@@ -45,7 +45,7 @@ class StreamedTrace:
     notes: tuple[str, ...] = ()
     num_requests: int | None = None
     closed_tail: bool = field(default=False, kw_only=True)
-    nothing: Callable[[], str] | None = field(default=None, kw_only=True)
+    nothing: str = field(default="", kw_only=True)
     unordered: Callable[[], Iterator[TraceRequest]] | None = field(default=None, kw_only=True)
     counted: Callable[[], Sequence[str]] | None = field(default=None, kw_only=True)
 
@@ -65,7 +65,7 @@ class StreamedTrace:
             raise self.without_rows()
 
     def without_rows(self) -> TraceError:
-        return no_requests(self.name, self.notes) if self.nothing is None else TraceError(self.nothing())
+        return TraceError(self.nothing) if self.nothing else no_requests(self.name, self.notes)
 
     def derived(
         self, make: Callable[[], Iterator[TraceRequest]], note: str | None, num_requests: int | None = None

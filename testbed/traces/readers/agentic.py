@@ -96,7 +96,7 @@ def stream_agentic(
 
     nothing = f"{path}: no requests; expected one JSON file a session, with requests"
     notes = (*told, replaced) if closed_loop else told
-    return StreamedTrace("agentic", rows, notes, nothing=lambda: nothing, counted=counted)
+    return StreamedTrace("agentic", rows, notes, nothing=nothing, counted=counted)
 
 
 def _in_order(sessions: Iterator[_Session]) -> Iterator[TraceRequest]:

@@ -11,13 +11,9 @@ from itertools import islice
 from pathlib import Path
 
 from testbed.traces.readers.fields import instant, refuse, token_count
-from testbed.traces.readers.from_zero import stream_from_zero
+from testbed.traces.readers.from_zero import Sizes, numbered, stream_from_zero
 from testbed.traces.readers.open_text import read_csv
-from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.stream import StreamedTrace
-from testbed.traces.synthesis import numbered_keys
-
-_key_of = numbered_keys("azure")
 
 
 def stream_azure(path: str | Path, limit: int | None = None) -> StreamedTrace:
@@ -27,20 +23,17 @@ def stream_azure(path: str | Path, limit: int | None = None) -> StreamedTrace:
     without offset.
     """
     nothing = f"{path}: no requests; expected at least one row after the header"
-    return stream_from_zero("azure", lambda: _rows(path, limit), lambda: nothing)
+    return stream_from_zero("azure", lambda: numbered("azure", _sizes(path, limit)), nothing)
 
 
-def _rows(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
+def _sizes(path: str | Path, limit: int | None) -> Iterator[Sizes]:
     """Yields the rows in the file's order; arrivals count from the year 1."""
     had_offset: bool | None = None
     columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-    for i, (place, (stamp, context, generated)) in enumerate(islice(read_csv(path, columns), limit)):
+    for place, (stamp, context, generated) in islice(read_csv(path, columns), limit):
         instant_ns, has_offset = instant(stamp, place, "TIMESTAMP")
         if had_offset not in (None, has_offset):
             raise refuse(place, "TIMESTAMP", stamp, "an offset in all rows or in none")
         had_offset = has_offset
         num_prompt = token_count(context, place, "ContextTokens")
-        num_output = token_count(generated, place, "GeneratedTokens")
-        key = _key_of(i)
-        prompt, output = Span(key, 0, num_prompt), Span(key, num_prompt, num_output)
-        yield TraceRequest(f"azure-{i}", instant_ns, (prompt,), output, place=place)
+        yield place, instant_ns, num_prompt, token_count(generated, place, "GeneratedTokens")

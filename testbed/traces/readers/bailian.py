@@ -45,7 +45,7 @@ def stream_bailian(path: str | Path, limit: int | None = None) -> StreamedTrace:
     return stream_from_zero(
         "bailian",
         lambda: _streamed(path, limit),
-        lambda: nothing,
+        nothing,
         unordered=lambda: iter(_linked(list(_chats(path, limit)))),
     )
 

@@ -1,19 +1,33 @@
-"""Files whose clock begins at any instant: they are read such that the first request arrives at 0."""
+"""What readers of recorded requests share: requests without content, and clocks that begin at any instant.
+
+A file is read such that its first request arrives at 0.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from testbed.traces.schema import TraceRequest
+from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.stream import StreamedTrace
+from testbed.traces.synthesis import numbered_keys
 
 Rows = Callable[[], Iterator[TraceRequest]]
+Sizes = tuple[str, int, int, int]  # place, arrival in ns, tokens of the prompt and of the output
+
+
+def numbered(name: str, sizes: Iterable[Sizes]) -> Iterator[TraceRequest]:
+    """Yields a request for each of `sizes`, outside sessions, with tokens of its own."""
+    key_of = numbered_keys(name)
+    for number, (place, arrival_ns, num_prompt, num_output) in enumerate(sizes):
+        key = key_of(number)
+        prompt, output = Span(key, 0, num_prompt), Span(key, num_prompt, num_output)
+        yield TraceRequest(f"{name}-{number}", arrival_ns, (prompt,), output, place=place)
 
 
 def stream_from_zero(
     name: str,
     rows: Rows,
-    nothing: Callable[[], str],
+    nothing: str,
     notes: tuple[str, ...] = (),
     *,
     unordered: Rows | None = None,

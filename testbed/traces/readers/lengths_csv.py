@@ -13,12 +13,9 @@ from pathlib import Path
 from testbed.traces.arrivals import ArrivalConfig, idle_notes, instants
 from testbed.traces.draws import streams
 from testbed.traces.readers.fields import token_count
+from testbed.traces.readers.from_zero import Sizes, numbered
 from testbed.traces.readers.open_text import read_csv
-from testbed.traces.schema import Span, TraceRequest
 from testbed.traces.stream import StreamedTrace
-from testbed.traces.synthesis import numbered_keys
-
-_key_of = numbered_keys("lengths")
 
 
 def stream_lengths(
@@ -32,15 +29,12 @@ def stream_lengths(
     config = arrivals or ArrivalConfig()
     streams(seed)  # rejects a bad seed before any row is read
 
-    def make() -> Iterator[TraceRequest]:
+    def sizes() -> Iterator[Sizes]:
         starts = instants(config, streams(seed))
-        for i, (place, cells) in enumerate(islice(read_csv(path, ("num_prefill_tokens", "num_decode_tokens")), limit)):
+        for place, cells in islice(read_csv(path, ("num_prefill_tokens", "num_decode_tokens")), limit):
             num_prompt = token_count(cells[0], place, "num_prefill_tokens")
-            num_output = token_count(cells[1], place, "num_decode_tokens")
-            key = _key_of(i)
-            prompt, output = Span(key, 0, num_prompt), Span(key, num_prompt, num_output)
-            yield TraceRequest(f"lengths-{i}", next(starts), (prompt,), output, place=place)
+            yield place, next(starts), num_prompt, token_count(cells[1], place, "num_decode_tokens")
 
     note = f"arrivals are not the file's: {config.says()}, seed {seed}"
     nothing = f"{path}: no requests; expected at least one row after the header"
-    return StreamedTrace("lengths", make, (note, *idle_notes(config)), nothing=lambda: nothing)
+    return StreamedTrace("lengths", lambda: numbered("lengths", sizes()), (note, *idle_notes(config)), nothing=nothing)

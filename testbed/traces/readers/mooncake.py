@@ -35,7 +35,7 @@ def stream_mooncake(path: str | Path, limit: int | None = None, spread_batches: 
     Raises TraceError, with file and line, on a malformed row.
     """
     nothing = f"{path}: no requests; expected one JSON object on each line"
-    source = stream_from_zero("mooncake", lambda: _rows(path, limit), lambda: nothing)
+    source = stream_from_zero("mooncake", lambda: _rows(path, limit), nothing)
     return spread(whole(source)) if spread_batches else source
 
 

@@ -148,7 +148,7 @@ def _streamed(
         name,
         lambda: _in_order(records()),
         (*ignored_fields(first), *notes),
-        nothing=lambda: f"{path}: no requests; expected at least one row",
+        nothing=f"{path}: no requests; expected at least one row",
         unordered=lambda: _in_any_order(records(), names),
         counted=lambda: (*ignored_fields(names), *notes),
     )

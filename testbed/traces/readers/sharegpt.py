@@ -59,9 +59,7 @@ def stream_sharegpt(
             [f"{count(num_skipped, 'conversation')} without a question and its answer left out"] if num_skipped else []
         )
 
-    def nothing() -> str:
-        return f"{path}: no requests; {num_read} conversations, none with a question and its answer"
-
+    nothing = f"{path}: no requests; expected a conversation with a question and its answer"
     notes = ("conversations without a question and its answer are left out",)
     return StreamedTrace("sharegpt", rows, notes, nothing=nothing, counted=counted)
 

@@ -107,16 +107,8 @@ def check_turn(row: TraceRequest, previous: TraceRequest | None) -> TraceRequest
     return row
 
 
-def used_twice(row: TraceRequest, first: str = "", *, is_number: bool = False) -> TraceError:
-    """Returns the error for an id that another row has. first: the place of that row, if known.
-
-    is_number: the row has no id of its own; its number is its id.
-    """
-    if is_number:
-        return TraceError(
-            f"{_where(row)}: field 'request_id' is absent, and the row's number, {row.request_id}, is the id of "
-            f"{first or 'a row before it'}; expected an id in every row, or in none"
-        )
+def used_twice(row: TraceRequest, first: str = "") -> TraceError:
+    """Returns the error for an id that another row has. first: the place of that row, if known."""
     return TraceError(
         f"{_where(row)}: field 'request_id' is {row.request_id!r}; expected an id not used before"
         + (f" (first at {first})" if first else "")

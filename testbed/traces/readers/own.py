@@ -168,7 +168,7 @@ def _in_order(records: Iterator[Record]) -> Iterator[TraceRequest]:
         row = fill(_since(draft, start_ns), previous)
         check_row(row)
         if row.request_id in ids:
-            raise used_twice(row, is_number=not draft.has_id)
+            raise used_twice(row)
         ids.add(row.request_id)
         if row.session_id is not None:
             if row.think_ns is not None if previous is None else row.turn != (previous.turn or 0) + 1:
@@ -189,7 +189,6 @@ def _in_any_order(records: Iterator[Record], names: dict[str, None]) -> Iterator
         drafts.append(read_draft(fields, place, str(len(drafts))))
         clock = _one_clock(clock, drafts[-1])
         names.update(dict.fromkeys(fields))
-    _check_numbers(drafts)
     if clock:
         start_ns = min(draft.row.arrival_ns for draft in drafts if draft.clock)
         drafts = [_since(draft, start_ns) for draft in drafts]
@@ -215,12 +214,3 @@ def _since(draft: Draft, start_ns: int) -> Draft:
     if not start_ns or draft.clock is None:
         return draft
     return replace(draft, row=draft.row._replace(arrival_ns=draft.row.arrival_ns - start_ns))
-
-
-def _check_numbers(drafts: list[Draft]) -> None:
-    """Raises TraceError for a row without an id whose number is the id of another row."""
-    given = {draft.row.request_id: draft.row.place for draft in drafts if draft.has_id}
-    if 0 < len(given) < len(drafts):
-        for draft in drafts:
-            if not draft.has_id and draft.row.request_id in given:
-                raise used_twice(draft.row, given[draft.row.request_id], is_number=True)

@@ -68,7 +68,6 @@ class Draft:
     row: TraceRequest
     num_prompt_tokens: int | None  # a count without content; None: the row has its content
     num_output_tokens: int | None
-    has_id: bool = True  # False: the row's number is its id
     clock: str | None = None  # of its arrival, as `fields.arrival` calls it; None: it has none
 
 
@@ -126,7 +125,7 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
         max_tokens=check.token_count(given["max_tokens"], place, "max_tokens") if "max_tokens" in given else None,
         place=place,
     )
-    return Draft(row, num_prompt, num_output, "request_id" in given, clock)
+    return Draft(row, num_prompt, num_output, clock)
 
 
 def foreign_format(names: Iterable[str]) -> str | None:

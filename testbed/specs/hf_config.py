@@ -14,16 +14,26 @@ from testbed.errors import ConfigError, ModelError
 from testbed.foreign_text import json_object, shown, whole
 from testbed.specs.model import DTYPE_BYTES, EXPERTS_FIELDS, ModelSpec, Recommended, RopeScaling
 from testbed.specs.quantization import Fp8Scheme, fp8_scheme
-from testbed.specs.ranges import FACTOR, MAX_SIZE
+from testbed.specs.ranges import FACTOR, MAX_SIZE, Expected
 
 GENERATION_FILE = "generation_config.json"
 SAMPLING_DEFAULTS: dict[str, float] = asdict(Recommended())  # vLLM's default of each key that is read
-_WHOLE_NUMBERS = (
+_SIZES = (
     "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "max_position_embeddings", "sliding_window", "word_embed_proj_dim", "num_experts",
     "num_experts_per_tok", "moe_intermediate_size",
 )  # fmt: skip
-_FLAGS = ("attention_bias", "mlp_bias", "enable_bias", "do_layer_norm_before", "use_sliding_window", "norm_topk_prob")
+_FLAGS = (
+    "attention_bias", "mlp_bias", "enable_bias", "do_layer_norm_before", "use_sliding_window", "norm_topk_prob",
+    "tie_word_embeddings",
+)  # fmt: skip
+_NAME = Expected("the name of an activation", lambda value: isinstance(value, str))
+_EXPECTED = {  # of a key that is not null
+    **dict.fromkeys(_SIZES, Expected(f"a whole number from 1 to {MAX_SIZE:,}", whole(1, MAX_SIZE))),
+    **dict.fromkeys(_FLAGS, Expected("true or false", lambda value: isinstance(value, bool))),
+    "max_window_layers": Expected(f"a whole number from 0 to {MAX_SIZE:,}", whole(0, MAX_SIZE)),
+    "hidden_act": _NAME, "activation_function": _NAME,
+}  # fmt: skip
 _KINDS = ("full_attention", "sliding_attention")  # of layers
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -112,7 +122,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
         "vocab_size": raw["vocab_size"],
         "max_position_embeddings": raw.get("max_position_embeddings") or 2048,
-        "tie_word_embeddings": _flag(file, "tie_word_embeddings", raw.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings")),
         "rms_norm_eps": _positive(file, "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         "rope_theta": _positive(file, "rope_theta", _first(10_000.0, rope.get("rope_theta"), raw.get("rope_theta"))),
         "dtype": _dtype(file, raw),
@@ -154,23 +164,13 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
 
 
 def _check_values(file: Path, architecture: str, raw: dict[str, Any]) -> None:
-    for key in _WHOLE_NUMBERS:
+    for key, expected in _EXPECTED.items():
         value = raw.get(key)
-        is_good = value is None or whole(1, MAX_SIZE)(value)
-        require(f"{file}: {key!r}", value, is_good, f"a whole number from 1 to {MAX_SIZE:,}", ModelError)
-    for key in _FLAGS:
-        if raw.get(key) is not None:
-            _flag(file, key, raw[key])
-    first = raw.get("max_window_layers")
-    is_good = first is None or whole(0, MAX_SIZE)(first)
-    require(f"{file}: 'max_window_layers'", first, is_good, f"a whole number from 0 to {MAX_SIZE:,}", ModelError)
+        require(f"{file}: {key!r}", value, value is None or expected.holds(value), expected.text, ModelError)
     kinds, num = raw.get("layer_types"), raw["num_hidden_layers"]
     is_good = kinds is None or (isinstance(kinds, list) and len(kinds) == num and all(kind in _KINDS for kind in kinds))
     if architecture in ARCHITECTURES + LIKE_LLAMA:  # others have kinds of their own
         require(f"{file}: 'layer_types'", kinds, is_good, f"a list of {num}, each {' or '.join(_KINDS)}", ModelError)
-    for key in ("hidden_act", "activation_function"):
-        is_name = isinstance(raw.get(key, ""), str)
-        require(f"{file}: {key!r}", raw.get(key), is_name, "the name of an activation", ModelError)
 
 
 def _dtype(file: Path, raw: dict[str, Any]) -> str:
@@ -265,11 +265,6 @@ def _rope_scaling(file: Path, raw: dict[str, Any], rope: dict[str, Any]) -> Rope
     numbers = [item.name for item in fields(RopeScaling) if item.name not in ("rope_type", "truncate")]
     given: dict[str, Any] = {key: _positive(file, key, values[key]) for key in numbers if values.get(key) is not None}
     return RopeScaling(rope_type, truncate=bool(values.get("truncate", True)), **given)
-
-
-def _flag(file: Path, key: str, value: object) -> bool:
-    require(f"{file}: {key!r}", value, isinstance(value, bool), "true or false", ModelError)
-    return bool(value)
 
 
 def _positive(file: Path, key: str, value: object) -> float:

@@ -13,6 +13,7 @@ from analysis.load import Run
 from experiments.cli import main
 from experiments.fidelity.formats import read_files, recognise
 from experiments.fidelity.measured import MeasuredRun
+from testbed.foreign_text import shown
 from tests.analysis.runs import change_manifest
 from tests.experiments.fidelity_kit import FILE, compared, copied, error_line, fidelity, ran
 from tests.experiments.measured_files import EPOCH_S, WRITERS, rows_of, write
@@ -302,7 +303,9 @@ def test_a_value_that_is_no_number_is_called_so(tmp_path, say):
         (10**70, "a number, a latency of 0 or more"),
         (-1, "a latency of 0 or more: the clock ran back"),
     ):
-        assert f"'ttft_s' is {value!r}; expected {said}" in error_line(say, log_file(tmp_path, ttft_s=value), *FILE)
+        assert f"'ttft_s' is {shown(value)}; expected {said}" in error_line(
+            say, log_file(tmp_path, ttft_s=value), *FILE
+        )
     assert "'ttft_s' is 1000" in error_line(say, log_file(tmp_path, ttft_s=10**400), *FILE)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from testbed.errors import TraceError
 from testbed.foreign_text import number as number_between
+from testbed.foreign_text import shown
 from testbed.traces.schema import MAX_NS, MAX_NUM_TOKENS
 
 MAX_SECONDS = MAX_NS // 10**9
@@ -30,12 +31,7 @@ _ANY_INSTANT = "an instant as 2023-11-16 18:15:46.6805900, with or without an of
 
 def refuse(place: str, field: str, value: object, expected: str) -> TraceError:
     """Returns the error for a value that is not what was expected. Long values are shortened."""
-    try:
-        shown = repr(value)
-    except RecursionError:
-        shown = f"a {type(value).__name__} nested too deeply"
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return TraceError(f"{place}: field {field!r} is {shown}; expected {expected}")
+    return TraceError(f"{place}: field {field!r} is {shown(value)}; expected {expected}")
 
 
 def whole_number(value: object, place: str, field: str, minimum: int, maximum: int, expected: str) -> int:

@@ -36,10 +36,9 @@ class Level:
 
     def mean_between(self, edges_s: FloatArray) -> FloatArray:
         """The mean over each [edges_s[i], edges_s[i + 1]), `[num_edges - 1]`; 0 before the first instant."""
-        sums = np.concatenate(([0.0], np.cumsum(self.values[:-1] * np.diff(self.times_s))))  # at times_s
-        places = np.maximum(np.searchsorted(self.times_s, edges_s, side="right") - 1, 0)
-        upto = sums[places] + self.at(edges_s) * (edges_s - self.times_s[places])
-        return np.asarray(np.diff(upto) / np.diff(edges_s), dtype=np.float64)
+        times = np.append(self.times_s, max(self.times_s[-1], edges_s[-1]))
+        sums = np.append(0.0, np.cumsum(self.values * np.diff(times)))  # the integral up to each of these
+        return np.asarray(np.diff(np.interp(edges_s, times, sums)) / np.diff(edges_s), dtype=np.float64)
 
     def at(self, instants_s: FloatArray) -> FloatArray:
         """The values at these instants, 0 before the first."""
@@ -88,14 +87,8 @@ def engines_of(run: Run) -> list[Engine]:
 
 def total(levels: Sequence[Level]) -> Level:
     """The sum of the levels, which changes where any of them does. Exact for whole numbers."""
-    if len(levels) == 1:
-        return levels[0]
-    times = np.concatenate([level.times_s for level in levels])
-    changes = np.concatenate([np.diff(level.values, prepend=0.0) for level in levels])
-    order = np.argsort(times, kind="stable")
-    times, sums = times[order], np.cumsum(changes[order])
-    last = np.append(times[1:] != times[:-1], True)  # of several changes at one instant, the last sum
-    return Level(times[last], sums[last])
+    times = np.unique(np.concatenate([level.times_s for level in levels]))
+    return Level(times, np.sum([level.at(times) for level in levels], axis=0))
 
 
 def thin(times: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray]:

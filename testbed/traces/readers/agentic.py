@@ -124,7 +124,7 @@ def _in_order(sessions: Iterator[_Session]) -> Iterator[TraceRequest]:
 def _session(text: str, place: str, start_ns: int, closed_loop: bool) -> _Session:
     fields = json_object(text, place)
     name = name_text(present(fields, "id", place), place, "id")
-    size = whole_number(fields.get("block_size", SEMANTICS.block_tokens), place, "block_size", 1, 2**20, "1 to 2**20")
+    size = whole_number(fields.get("block_size", SEMANTICS.block_tokens), place, "block_size", 1, 2**20)
     scope = fields.get("hash_id_scope", "local")
     if scope not in ("local", "global"):
         raise refuse(place, "hash_id_scope", scope, "local or global")

@@ -133,6 +133,4 @@ def _chats(path: str | Path, limit: int | None) -> Iterator[_Chat]:
 
 
 def _id(fields: dict[str, Any], field: str, place: str, least: int) -> int:
-    return whole_number(
-        present(fields, field, place), place, field, least, 2**63, f"a whole number from {least} to 2**63"
-    )
+    return whole_number(present(fields, field, place), place, field, least, 2**63)

@@ -34,9 +34,9 @@ def refuse(place: str, field: str, value: object, expected: str) -> TraceError:
     return TraceError(f"{place}: field {field!r} is {shown(value)}; expected {expected}")
 
 
-def whole_number(value: object, place: str, field: str, minimum: int, maximum: int, expected: str) -> int:
+def whole_number(value: object, place: str, field: str, minimum: int, maximum: int, expected: str = "") -> int:
     """Returns a whole number from an int, a whole float (pandas writes 3 as 3.0 next to missing values), or the text of
-    one. Raises TraceError otherwise."""
+    one. Raises TraceError otherwise. expected: for the message, if it is not just a number."""
     number = value
     if isinstance(value, str):
         text = value.strip()
@@ -47,7 +47,7 @@ def whole_number(value: object, place: str, field: str, minimum: int, maximum: i
     if isinstance(number, float) and number.is_integer():
         number = int(number)
     if not isinstance(number, int) or isinstance(number, bool) or not minimum <= number <= maximum:
-        raise refuse(place, field, value, expected)
+        raise refuse(place, field, value, expected or f"a whole number from {minimum:,} to {maximum:,}")
     return number
 
 

@@ -108,16 +108,15 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
             f"{place}: field 'arrival_time' is missing; found {listed(given)}. "
             f"Expected it in every row but closed-loop turns (think_time); {_OTHER_NAMES}"
         )
-    turn = given.get("turn")
     row = TraceRequest(
         request_id=request_id,
         arrival_ns=arrival_ns,
         prompt=prompt,
         output=output[0] if output else None,
-        priority=_priority(given.get("priority", 0), place),
+        priority=_optional_whole(given, place, "priority", -MAX_PRIORITY - 1, MAX_PRIORITY) or 0,
         tenant=_optional_name(given, place, "tenant"),
         session_id=_optional_name(given, place, "session_id"),
-        turn=None if turn is None else _turn(turn, place),
+        turn=_optional_whole(given, place, "turn", 0, 2**31 - 1),
         think_ns=think_ns,
         cancel_after_ns=_optional_ns(given, place, "cancel_after"),
         deadline_ns=_optional_ns(given, place, "deadline"),
@@ -245,14 +244,8 @@ def _optional_name(given: dict[str, Any], place: str, field: str) -> str | None:
     return check.name_text(given[field], place, field) if field in given else None
 
 
-def _turn(value: object, place: str) -> int:
-    return check.whole_number(value, place, "turn", 0, 2**31 - 1, "a whole number from 0 to 2**31 - 1")
-
-
-def _priority(value: object, place: str) -> int:
-    return check.whole_number(
-        value, place, "priority", -MAX_PRIORITY - 1, MAX_PRIORITY, "a whole number from -2**31 to 2**31 - 1"
-    )
+def _optional_whole(given: dict[str, Any], place: str, field: str, least: int, most: int) -> int | None:
+    return check.whole_number(given[field], place, field, least, most) if field in given else None
 
 
 def fill(draft: Draft, previous: TraceRequest | None) -> TraceRequest:

@@ -15,8 +15,7 @@ from typing import Any
 from testbed.errors import TraceError
 from testbed.output import whole_file
 from testbed.traces.fingerprint import Fingerprint
-from testbed.traces.readers.open_parquet import arrow_errors_named, parquet_records
-from testbed.traces.readers.open_text import existing_file
+from testbed.traces.readers.open_parquet import parquet_records, parquet_schema
 from testbed.traces.readers.own_rows import row_from_fields
 from testbed.traces.schema import TraceRequest, TraceSource
 from testbed.traces.serialize import row_to_json
@@ -74,11 +73,7 @@ def freeze_trace(
 def frozen_info(path: str | Path) -> FrozenInfo | None:
     """Returns the metadata of a frozen file; None if the Parquet file is not frozen. Raises TraceError if it is not
     Parquet, or the metadata is damaged."""
-    import pyarrow.parquet as pq  # heavy, and seldom needed
-
-    existing_file(path)
-    with arrow_errors_named(path):
-        metadata = pq.read_schema(path).metadata or {}
+    metadata = parquet_schema(path).metadata or {}
     if _METADATA not in metadata:
         return None
     try:
@@ -103,9 +98,7 @@ def _is_sound(info: FrozenInfo) -> bool:
 
 def has_lost_metadata(path: str | Path) -> bool:
     """Whether a Parquet file without metadata has the columns of a frozen file: another program wrote it again."""
-    import pyarrow.parquet as pq  # heavy, and seldom needed
-
-    return set(pq.read_schema(path).names) == set(_COLUMNS)
+    return set(parquet_schema(path).names) == set(_COLUMNS)
 
 
 def stream_frozen(path: str | Path, info: FrozenInfo, limit: int | None = None) -> StreamedTrace:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from testbed.errors import TraceError
 from testbed.traces.readers.open_text import Record, existing_file
@@ -28,13 +29,13 @@ def parquet_records(path: str | Path) -> Iterator[Record]:
                 yield f"{path}:{number}", fields
 
 
-def parquet_names(path: str | Path) -> list[str]:
-    """Returns the names of a file's columns."""
+def parquet_schema(path: str | Path) -> Any:
+    """Returns a file's pyarrow.Schema: the names of its columns, and its metadata."""
     import pyarrow.parquet as pq  # heavy, and seldom needed
 
     existing_file(path)
     with arrow_errors_named(path):
-        return list(pq.read_schema(path).names)
+        return pq.read_schema(path)
 
 
 @contextmanager

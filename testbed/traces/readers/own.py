@@ -21,7 +21,7 @@ from testbed.errors import ConfigError, TraceError
 from testbed.foreign_text import nearest, shown
 from testbed.traces.arrange import check_row, check_turn, sessions_of, used_twice
 from testbed.traces.readers.fields import listed
-from testbed.traces.readers.open_parquet import parquet_names, parquet_records
+from testbed.traces.readers.open_parquet import parquet_records, parquet_schema
 from testbed.traces.readers.open_text import Record, csv_header, existing_file, format_suffix, read_csv, read_objects
 from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, KNOWN, Draft, fill, ignored_fields, read_draft
 from testbed.traces.schema import Trace, TraceRequest
@@ -58,7 +58,7 @@ def stream_parquet(path: str | Path, limit: int | None = None, columns: Columns 
 
     info = frozen_info(path)
     if columns:
-        _check_there(path, columns, parquet_names(path))
+        _check_there(path, columns, parquet_schema(path).names)
     elif info is not None:
         return stream_frozen(path, info, limit)
     lost = (LOST,) if has_lost_metadata(path) else ()

@@ -64,7 +64,7 @@ def stream_agentic(
     """
     config = arrivals or SESSION_STARTS
     streams(seed)  # rejects a bad seed before any row is read
-    num_bad_thinks, has_turns = 0, False
+    num_bad_thinks = 0
 
     def sessions() -> Iterator[_Session]:
         nonlocal num_bad_thinks
@@ -75,28 +75,19 @@ def stream_agentic(
             yield session
             num_bad_thinks += session.num_bad_thinks
 
-    def rows() -> Iterator[TraceRequest]:
-        nonlocal has_turns
-        for row in _in_order(sessions()):
-            has_turns = has_turns or bool(row.turn)
-            yield row
-
     told = (
         f"sessions start by {config.says()}, seed {seed}: not the file's",
         *idle_notes(config, default=SESSION_STARTS),
     )
     replaced = "think times that do not count from the request before are replaced by the time since it arrived"
     found = "did not count from the request before; the time since it arrived was taken"
-    idle = "trace.closed_loop has no effect: each session has one request"
 
     def counted() -> tuple[str, ...]:
-        if not closed_loop and not has_turns:
-            return (*told, idle)
         return (*told, f"{count(num_bad_thinks, 'think time')} {found}") if num_bad_thinks else told
 
     nothing = f"{path}: no requests; expected one JSON file a session, with requests"
     notes = (*told, replaced) if closed_loop else told
-    return StreamedTrace("agentic", rows, notes, nothing=nothing, counted=counted)
+    return StreamedTrace("agentic", lambda: _in_order(sessions()), notes, nothing=nothing, counted=counted)
 
 
 def _in_order(sessions: Iterator[_Session]) -> Iterator[TraceRequest]:

@@ -69,7 +69,7 @@ def print_listing(only: str | None, own: str | None = None) -> None:
             for group, named in policies.POLICIES.items()
         },
         "trace": DESCRIPTIONS["trace"].items(),
-        "transform": [(name, transform.says) for name, transform in TRANSFORMS.items()],
+        "transform": [(name, _first_line(transform.apply)) for name, transform in TRANSFORMS.items()],
         "model": _described("model", options("model")),
         "device": _described("device", options("device")),
         "sampling": DESCRIPTIONS["sampling"].items(),

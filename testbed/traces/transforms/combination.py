@@ -15,11 +15,11 @@ _REPEATED = "repeated"  # the beginning of the note of a repeated trace
 
 
 def repeat(trace: S, times: int, gap_s: float = 0.0, fresh_content: bool = True) -> S:
-    """Returns the trace `times` times, each copy `gap_s` after the last arrival of the one before. Ids of copies get
-    "#1", "#2", ..., or "##1", ... if the trace is itself repeated.
+    """Returns the trace `times` times, each copy `gap_s` after the last arrival of the one before.
 
-    fresh_content: copies have their own contents (explicit token ids stay); else prompts of a copy hit in a prefix
-    cache that has those of the first copy.
+    Ids of copies get "#1", "#2", ..., or "##1", ... if the trace is itself repeated. fresh_content: copies have their
+    own contents (explicit token ids stay); else prompts of a copy hit in a prefix cache that has those of the first
+    copy.
     """
     require("times", times, times >= 1, "at least 1")
     held = isinstance(trace, Trace)

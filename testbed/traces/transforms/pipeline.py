@@ -23,15 +23,14 @@ OpenTrace = Callable[[str, str, int], TraceSource]  # (format, path, seed of wha
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """One entry of TRANSFORMS. apply: (trace, **parameters) -> trace. is_streamed: whether it takes streamed traces.
+    """One entry of TRANSFORMS. apply: (trace, **parameters) -> trace; `testbed list` shows its docstring's first line.
 
-    draws: what the seed decides: which "units" stay (set_rate only with by=thin), new "starts", … ways: parameter that
-    has no default, as the user has to choose -> its values -> what each keeps. settings: the class of the keys that
-    `apply` takes as keyword arguments.
+    is_streamed: whether it takes streamed traces. draws: what the seed decides: which "units" stay (set_rate only with
+    by=thin), new "starts", … ways: parameter that has no default, as the user has to choose -> its values -> what each
+    keeps. settings: the class of the keys that `apply` takes as keyword arguments.
     """
 
     apply: Callable[..., TraceSource]
-    says: str  # its effect, in one line
     is_streamed: bool = True
     draws: str = ""
     ways: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -45,6 +44,7 @@ class Transform:
 
 
 def _arrivals(trace: Trace, seed: int = 0, **settings: Any) -> Trace:
+    """Gives new starts to all sessions, by `arrival`, `rate`, …; later turns move with the start."""
     try:
         return timing.restart(trace, ArrivalConfig(**settings), seed)
     except ConfigError as error:
@@ -54,53 +54,30 @@ def _arrivals(trace: Trace, seed: int = 0, **settings: Any) -> Trace:
 def _merge(
     trace: Any, path: str, format: str = "auto", label: str | None = None, share_content: bool = False
 ) -> TraceSource:
+    """Adds the trace at `path` (in `format`), with its ids and tenants under `label`."""
     raise AssertionError("apply_all opens the other trace")
 
 
 TRANSFORMS: dict[str, Transform] = {
-    "scale_rate": Transform(timing.scale_rate, "arrivals come `factor` times as fast (time is warped evenly)"),
-    "speed_up": Transform(timing.speed_up, "the trace's clock runs `factor` times as fast: arrivals and think times"),
-    "set_rate": Transform(
-        timing.set_rate,
-        "brings the mean rate to `rate`, `by` warp (time) or thin (requests)",
-        draws="units",
-        ways={"by": timing.WAYS},
-    ),
-    "thin": Transform(selection.thin, "keeps each session or conversation with probability `fraction`", draws="units"),
-    "sample_sessions": Transform(selection.sample_sessions, "keeps `num` sessions", draws="units"),
-    "shift": Transform(timing.shift, "moves all arrivals by `offset_s`"),
-    "spread": Transform(timing.spread, "spreads requests of one instant up to the next one", is_streamed=False),
-    "arrivals": Transform(
-        _arrivals,
-        "new starts for all sessions: `arrival`, `rate`, …",
-        is_streamed=False,
-        draws="starts",
-        settings=ArrivalConfig,
-    ),
-    "jitter": Transform(
-        resampling.jitter, "moves each session's start by up to `within_s`", is_streamed=False, draws="jitter"
-    ),
-    "bootstrap": Transform(
-        resampling.bootstrap, "as many sessions, drawn with replacement", is_streamed=False, draws="bootstrap"
-    ),
-    "window": Transform(selection.window, "what arrives from `start_s` until `end_s`, moved to 0"),
-    "limit": Transform(selection.limit, "the first `num_requests`"),
-    "filter": Transform(selection.keep_within, "requests within bounds: `max_prompt_tokens`, `tenant`, `max_turn`, …"),
-    "label": Transform(
-        labels.label, "puts sessions into `classes` [{tenant, share, priority, deadline_s}]", draws="labels"
-    ),
-    "scale_lengths": Transform(sizes.scale_lengths, "`prompt` and `output` times as long"),
-    "clip_lengths": Transform(
-        sizes.clip_lengths, "cuts at `max_prompt_tokens`, `max_output_tokens`, `max_total_tokens`"
-    ),
-    "copies": Transform(
-        resampling.copies,
-        "`num` times as many users, each session moved by up to `within_s`",
-        is_streamed=False,
-        draws="jitter",
-    ),
-    "repeat": Transform(combination.repeat, "`times` times, `gap_s` apart, contents fresh or not (`fresh_content`)"),
-    "merge": Transform(_merge, "with the trace at `path` (`format`), its ids and tenants under `label`"),
+    "scale_rate": Transform(timing.scale_rate),
+    "speed_up": Transform(timing.speed_up),
+    "set_rate": Transform(timing.set_rate, draws="units", ways={"by": timing.WAYS}),
+    "thin": Transform(selection.thin, draws="units"),
+    "sample_sessions": Transform(selection.sample_sessions, draws="units"),
+    "shift": Transform(timing.shift),
+    "spread": Transform(timing.spread, is_streamed=False),
+    "arrivals": Transform(_arrivals, is_streamed=False, draws="starts", settings=ArrivalConfig),
+    "jitter": Transform(resampling.jitter, is_streamed=False, draws="jitter"),
+    "bootstrap": Transform(resampling.bootstrap, is_streamed=False, draws="bootstrap"),
+    "window": Transform(selection.window),
+    "limit": Transform(selection.limit),
+    "filter": Transform(selection.keep_within),
+    "label": Transform(labels.label, draws="labels"),
+    "scale_lengths": Transform(sizes.scale_lengths),
+    "clip_lengths": Transform(sizes.clip_lengths),
+    "copies": Transform(resampling.copies, is_streamed=False, draws="jitter"),
+    "repeat": Transform(combination.repeat),
+    "merge": Transform(_merge),
 }
 
 _IDLE_ALONE = ("window", "scale_lengths", "clip_lengths")  # without a parameter they change nothing

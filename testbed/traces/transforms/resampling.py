@@ -19,9 +19,10 @@ _WHOLE = 2**64
 
 
 def jitter(trace: Trace, within_s: float, seed: int = 0) -> Trace:
-    """Moves each session, conversation or single request by up to `within_s` in either direction, uniformly, by a hash
-    of its name. All its requests move by the same time. A start that would come before 0 comes as long after it: so
-    the rate stays what it is, and no starts pile up at 0."""
+    """Moves each session, conversation or single request by up to `within_s` in either direction.
+
+    The move is uniform, by a hash of its name. All its requests move by the same time. A start that would come before 0
+    comes as long after it: so the rate stays what it is, and no starts pile up at 0."""
     units = list(map(units_of(trace), trace.rows))
     moved = _moves(trace, units, within_s, seed)
     rows = [row._replace(arrival_ns=row.arrival_ns + moved[unit]) for unit, row in zip(units, trace.rows, strict=True)]
@@ -76,8 +77,10 @@ def _copied(row: TraceRequest, by_ns: int, mark: str) -> TraceRequest:
 
 
 def bootstrap(trace: Trace, seed: int = 0) -> Trace:
-    """Samples sessions, conversations or single requests with replacement, as many as there are. The recorded starts
-    stay. Requests that would come after the last recorded arrival are left out, as the recording left them out.
+    """Samples sessions, conversations or single requests with replacement, as many as there are.
+
+    The recorded starts stay. Requests that would come after the last recorded arrival are left out, as the recording
+    left them out.
 
     A unit that is sampled again has its own contents, except those that several units share (a system prompt), so that
     a copy does not hit the first one's blocks. Ids get `~` and the number of the start.

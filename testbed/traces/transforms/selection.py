@@ -80,7 +80,10 @@ def keep_within(
     tenant: str | None = None,
     max_turn: int | None = None,
 ) -> S:
-    """Returns the requests within all given bounds (inclusive). A session ends before its first turn outside."""
+    """Returns the requests within all given bounds (inclusive): `max_prompt_tokens`, `tenant`, `max_turn`, …
+
+    A session ends before its first turn outside.
+    """
     bounds = {name: value for name, value in (
         ("min_prompt_tokens", min_prompt_tokens), ("max_prompt_tokens", max_prompt_tokens),
         ("min_output_tokens", min_output_tokens), ("max_output_tokens", max_output_tokens), ("max_turn", max_turn),
@@ -120,10 +123,10 @@ def thinned(trace: S, fraction: float, seed: int, why: str = "") -> S:
 
 
 def sample_sessions(trace: S, num: int, seed: int = 0) -> S:
-    """Keeps `num` sessions, conversations, or requests outside of them, sampled by a hash of their names; all if there
-    are fewer.
+    """Keeps `num` sessions, conversations, or requests outside of them, sampled by a hash of their names.
 
-    A smaller sample is a part of a larger one. Iterates over a streamed trace three times; holds `num` hashes.
+    All stay if there are fewer. A smaller sample is a part of a larger one. Iterates over a streamed trace three times;
+    holds `num` hashes.
     """
     require("num", num, num >= 1, "at least 1")
     note = f"a sample of {count(num, 'session')} with seed {seed}"

@@ -19,8 +19,9 @@ def clip_lengths(
     max_output_tokens: int | None = None,
     max_total_tokens: int | None = None,
 ) -> S:
-    """Cuts prompts and outputs at their ends. max_total_tokens (a model's length): the output is cut to this minus one
-    token, then the prompt to the rest.
+    """Cuts prompts and outputs at their ends: `max_prompt_tokens`, `max_output_tokens`, `max_total_tokens`.
+
+    max_total_tokens (a model's length): the output is cut to this minus one token, then the prompt to the rest.
     """
     limits = {
         "max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens,

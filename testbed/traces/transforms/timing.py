@@ -63,10 +63,11 @@ WAYS = {  # value of `by` of set_rate -> what it keeps
 
 
 def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
-    """Changes the mean rate of arrivals to `rate` per second. The two ways of doing so give different loads.
+    """Changes the mean rate of arrivals to `rate` per second, `by` warp (of time) or thin (of requests).
 
-    by: "warp" stretches or squeezes time (all requests stay; bursts and lulls change their length), "thin" leaves whole
-    sessions out at random (time stays; the rate can only fall). Iterates over a streamed trace once.
+    The two ways give different loads. by: "warp" stretches or squeezes time (all requests stay; bursts and lulls change
+    their length), "thin" leaves whole sessions out at random (time stays; the rate can only fall). Iterates over a
+    streamed trace once.
     """
     require("rate", rate, 0 < rate <= MAX_FLOAT, "a finite number above 0")
     choose("by", by, tuple(WAYS))
@@ -87,7 +88,7 @@ def set_rate(trace: S, rate: float, by: str, seed: int = 0) -> S:
 
 
 def shift(trace: S, offset_s: float) -> S:
-    """Moves all arrivals by `offset_s`. Raises ConfigError if one would fall before 0."""
+    """Moves all arrivals by `offset_s`, and none to before 0 (ConfigError)."""
     expected = f"a number of seconds from -{MAX_S:.1e} to {MAX_S:.1e}"
     require("offset_s", offset_s, abs(offset_s) <= MAX_S, expected)
     offset_ns = round(offset_s * 1e9)

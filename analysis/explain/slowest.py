@@ -11,7 +11,8 @@ from typing import Any
 import pandas as pd
 
 from analysis.explain.frames import Told
-from analysis.explain.taking import BLOCKS
+from analysis.explain.request import CAUSES
+from analysis.explain.taking import BLOCKS, BUDGET
 from analysis.explain.waiting import IN_FLIGHT
 from analysis.format import count, listing, seconds, share
 from analysis.load import Run
@@ -21,12 +22,6 @@ from analysis.reading.request_columns import Requests
 
 _NAMED = 3  # requests that took most
 _MUCH = 0.1  # of the waiting: who took what was waited for is said from here on
-_WHILE = {
-    "token_budget": "While others waited for the token budget of a step",
-    "partial_prefills": "While others waited for the limit on partial prefills",
-    "kv_blocks": "While others waited for KV blocks",
-    IN_FLIGHT: "In the steps that ran when requests came",
-}
 
 
 def when_worst(run: Run, folder: Path, from_s: float, to_s: float) -> list[str]:
@@ -58,11 +53,13 @@ def slowest_and_takers(told: Told) -> list[str]:
     asked, slow = facts[told.is_asked.to_numpy()], facts.loc[told.slowest["request_id"]]
     waited = _waited(told, asked)
     lines = [_split(told, slow)] if len(slow) else []
-    for cause in sorted(_WHILE, key=lambda one: -waited.get(one, 0)):
+    for cause in sorted((*BUDGET, *BLOCKS, IN_FLIGHT), key=lambda one: -waited.get(one, 0)):
         taken = pd.Series({name: num for one in told.takers for name, num in one.taken.get(cause, {}).items()})
         if waited.get(cause, 0) > _MUCH * sum(waited.values()) and taken.sum() > 0:
             what = "the blocks in use" if cause in BLOCKS else "the tokens computed"
-            lines.append(f"{_WHILE[cause]}, {_takers(taken / taken.sum(), facts, what)}.")
+            when = f"While others waited for {CAUSES[cause]}"
+            when = "In the steps that ran when requests came" if cause == IN_FLIGHT else when
+            lines.append(f"{when}, {_takers(taken / taken.sum(), facts, what)}.")
     return lines
 
 

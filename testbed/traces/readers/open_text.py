@@ -60,10 +60,8 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 
     Raises TraceError if the file is absent or is not UTF-8, and DamagedError if its compression is damaged.
     """
-    file = existing_file(path)
-    numbers = [0]
     watch = _watcher.get()
-    with _failures(path, file, numbers), open_text(file) as stream:
+    with _reading(path) as (stream, numbers):
         for line in stream:
             numbers[0] += 1
             if numbers[0] % _LINES_TOLD == 0 and watch is not None:
@@ -81,10 +79,8 @@ def read_objects(path: str | Path) -> Iterator[Record]:
 
 def read_pieces(path: str | Path, num_characters: int = 1 << 20) -> Iterator[str]:
     """Yields the text of a file in pieces, for files whose lines may be very long. Raises the errors of read_lines."""
-    file = existing_file(path)
-    numbers = [0]
     watch = _watcher.get()
-    with _failures(path, file, numbers), open_text(file) as stream:
+    with _reading(path) as (stream, numbers):
         while piece := stream.read(num_characters):
             num_lines = piece.count("\n")
             numbers[0] += num_lines
@@ -94,10 +90,13 @@ def read_pieces(path: str | Path, num_characters: int = 1 << 20) -> Iterator[str
 
 
 @contextmanager
-def _failures(path: str | Path, file: Path, numbers: list[int]) -> Iterator[None]:
-    """Within this context, a file that cannot be read raises TraceError. numbers[0]: lines that were read so far."""
+def _reading(path: str | Path) -> Iterator[tuple[TextIO, list[int]]]:
+    """Opens a file, and yields it with a list whose only item the reader sets to the number of lines that it has read.
+    Within this context, a file that cannot be read raises TraceError."""
+    file, numbers = existing_file(path), [0]
     try:
-        yield
+        with open_text(file) as stream:
+            yield stream, numbers
     except UnicodeDecodeError as error:
         bad = _undecodable_line(file)
         raise TraceError(f"{path}:{bad}: not UTF-8 text ({error.reason}); expected a text file") from None

@@ -206,7 +206,7 @@ def test_settings_without_effect_are_told(values, told):
          r"trace\.tenants\[0\]\.priority is 2147483648; it must be -2,147,483,648 to 2,147,483,647"),
         ({"deadline_s": -1}, r"trace\.tenants\[0\]\.deadline_s is -1; it must be 0 to 1e9, or absent"),
         ({"prompt": {"value": 0}}, r"trace\.tenants\[0\]\.prompt\.value is 0; it must be 1 to"),
-        ({"share": 10**400}, r"trace\.tenants\[0\]\.share is a whole number of about 401 digits; it must be a finite"),
+        ({"share": 10**400}, r"trace\.tenants\[0\]\.share is a whole number of about 401 digits; it must be above 0"),
         ({"num_users": 10**400},
          r"trace\.tenants\[0\]\.num_users is a whole number of about 401 digits; it must be 1 to"),
     ],

@@ -57,13 +57,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     },
     _PHI3: {"max_position_embeddings": 4096, "sliding_window": None, "eos_token_id": 32000, "rms_norm_eps": 1e-5},
-    "OPTForCausalLM": {"tie_word_embeddings": True, "eos_token_id": 2, "activation_function": "relu"},
+    "OPTForCausalLM": {"eos_token_id": 2, "activation_function": "relu"},
 }  # fmt: skip
 ARCHITECTURES = tuple(_DEFAULTS)  # whose operators are known
 LIKE_LLAMA = (  # as many weights and as large a KV cache as a Llama of their sizes; their small operators differ
-    "GlmForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM", "InternLM2ForCausalLM", "OlmoForCausalLM",
-    "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
+    "CohereForCausalLM", "Ernie4_5ForCausalLM", "GemmaForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM",
+    "GraniteForCausalLM", "HeliumForCausalLM", "InternLM2ForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM",
+    "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
 )  # fmt: skip
+_TIED = ("CohereForCausalLM", "Ernie4_5ForCausalLM", "GemmaForCausalLM", "OPTForCausalLM", "SmolLM3ForCausalLM")
 _WINDOW_IF_ENABLED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", _MOE, "SmolLM3ForCausalLM")  # by use_sliding_window
 _WINDOW_IN_ALL = (_MOE, _MIXTRAL, _PHI3)  # a window is in every layer
 _OWN_BIASES = ("MistralForCausalLM", "Qwen2ForCausalLM")  # the architecture decides on biases, not a key
@@ -111,7 +113,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     _check_values(file, architecture, raw)
     is_opt = architecture == "OPTForCausalLM"
     has_bias = raw.get("enable_bias", True) if is_opt else architecture not in _OWN_BIASES
-    rope, embedding = _rope(file, raw), raw.get("word_embed_proj_dim")
+    rope, embedding = _rope(file, architecture, raw), raw.get("word_embed_proj_dim")
     return {
         "architecture": architecture,
         "hidden_size": raw["hidden_size"],
@@ -122,7 +124,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
         "vocab_size": raw["vocab_size"],
         "max_position_embeddings": raw.get("max_position_embeddings") or 2048,
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings")),
+        "tie_word_embeddings": bool(_first(architecture in _TIED, raw.get("tie_word_embeddings"))),
         "rms_norm_eps": _positive(file, "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         "rope_theta": _positive(file, "rope_theta", _first(10_000.0, rope.get("rope_theta"), raw.get("rope_theta"))),
         "dtype": _dtype(file, raw),
@@ -231,13 +233,16 @@ def why_uncounted(spec: ModelSpec) -> str:
     return f"it has {' and '.join(uneven)}" if uneven else ""
 
 
-def _rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of rotary positions, under the key of transformers 4 or of 5. Raises ModelError."""
+def _rope(file: Path, architecture: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of rotary positions, under the key of transformers 4 or of 5; none if they differ by the
+    kind of layer in an architecture that nothing here computes or counts. Raises ModelError."""
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         if not isinstance(rope, dict):
             raise ModelError(f"{file}: {key!r} is {shown(rope)}; it must be an object")
         if any(isinstance(value, dict) for value in rope.values()):
+            if architecture not in ARCHITECTURES + LIKE_LLAMA:
+                return {}
             raise ModelError(f"{file}: {key!r} differs by the kind of layer, which is not supported; use another model")
     return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 

@@ -58,6 +58,15 @@ COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
     "OLMo-2-7B": (524_288, shape("Olmo2", "olmo2", (4096, 11008, 32, 32, 32, 100352), 4096, pad_token_id=100277)),
     "SmolLM3-3B": (73_728, shape("SmolLM3", "smollm3", (2048, 11008, 36, 16, 4, 128256), 65536,
         tie_word_embeddings=True)),
+    "Command-R": (1_310_720, shape("Cohere", "cohere", (8192, 22528, 40, 64, 64, 256000), 131072,
+        tie_word_embeddings=True)),
+    "ERNIE-4.5-0.3B": (18_432, shape("Ernie4_5", "ernie4_5", (1024, 3072, 18, 16, 2, 103424), 131072, head_dim=128,
+        tie_word_embeddings=True)),
+    "Gemma-7B": (458_752, shape("Gemma", "gemma", (3072, 24576, 28, 16, 16, 256000), 8192, head_dim=256,
+        tie_word_embeddings=True)),
+    "Helium-1-2B": (245_760, shape("Helium", "helium", (2560, 7040, 24, 20, 20, 48000), 4096, head_dim=128)),
+    "Seed-OSS-36B": (262_144, shape("SeedOss", "seed_oss", (5120, 27648, 64, 80, 8, 155136), 524288, head_dim=128,
+        attention_bias=True, attention_out_bias=False)),
     "StableLM-3B": (327_680, shape("StableLm", "stablelm", (2560, 6912, 32, 32, 32, 50304), 4096)),
 }  # fmt: skip
 MOE = {"moe_intermediate_size": 1408, "num_experts_per_tok": 4}
@@ -71,6 +80,12 @@ UNCOUNTED = {
     ),
     "gpt-oss-20b": shape("GptOss", "gpt_oss", (2880, 2880, 24, 64, 8, 201088), 131072, num_local_experts=32),
     "Gemma-2-9B": shape("Gemma2", "gemma2", (3584, 14336, 42, 16, 8, 256000), 8192, sliding_window=4096),
+    "Gemma-3-12B by transformers 5": shape(
+        "Gemma3", "gemma3_text", (3840, 15360, 48, 16, 8, 262208), 131072, rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "Falcon-7B": shape("Falcon", "falcon", (4544, 18176, 32, 71, 1, 65024), 2048, multi_query=True),
     "Pythia-6.9B": shape("GPTNeoX", "gpt_neox", (4096, 16384, 32, 32, 32, 50432), 2048),
     "a Qwen2 with windows": shape(
@@ -99,6 +114,13 @@ def test_a_counted_model_has_the_weights_of_transformers(tmp_path: Path, name: s
     assert spec.weight_bytes() == 2 * spec.num_parameters
     assert spec.kv_bytes_per_token() == kv_bytes
     assert spec.max_length == config["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("name", [name for name in COUNTED if not name.startswith(("StableLM", "GLM"))])
+def test_whether_embeddings_are_tied_is_as_in_transformers_where_a_file_does_not_say(tmp_path: Path, name: str) -> None:
+    config = {key: value for key, value in COUNTED[name][1].items() if key != "tie_word_embeddings"}
+    spec = spec_of(tmp_path, config)
+    assert spec.tie_word_embeddings == AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
 
 
 @pytest.mark.parametrize("name", UNCOUNTED)

@@ -55,7 +55,7 @@ def is_unlike(comparison: Comparison, base: float | None) -> bool:
     """Whether a change over replicates differs by more than _UNLIKE_BY from that of the means, or has the other sign:
     it is a mean of ratios, in which a small value counts as much as a large one. base: the baseline's mean."""
     estimate, value = comparison.estimate, comparison.value
-    if estimate is None or estimate.scale != "log_ratio" or estimate.method.startswith("circular blocks"):
+    if estimate is None or estimate.scale != "log_ratio" or estimate.is_within_trace:
         return False
     if not value or not base:
         return False

@@ -42,6 +42,11 @@ class Estimate:
     level: float = LEVEL
     p_value: float | None = None
 
+    @property
+    def is_within_trace(self) -> bool:
+        """Whether it is of the requests of one trace, not of replicates."""
+        return self.method.startswith("circular blocks")
+
     def percent(self) -> tuple[float, float, float]:
         """(value, low, high) as relative changes in percent. Raises ValueError unless the scale is "log_ratio"."""
         if self.scale != "log_ratio":

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FILE = "comparisons.csv"
+_COLUMNS = (
+    "load", "class", "arm", "baseline", "metric", "key", "value", "baseline_value", "change", "low", "high", "unit",
+    "num_replicates", "num_requests", "p", "p_corrected", "d", "verdict",
+)  # fmt: skip
 
 
 def comparisons_frame(groups: Sequence[Compared]) -> pd.DataFrame:
@@ -20,7 +24,7 @@ def comparisons_frame(groups: Sequence[Compared]) -> pd.DataFrame:
     its columns."""
     import pandas as pd  # not at the top: it is slow to import
 
-    return pd.DataFrame([row for group in groups for row in _rows(group)])
+    return pd.DataFrame([row for group in groups for row in _rows(group)], columns=_COLUMNS)
 
 
 def _rows(group: Compared) -> Iterator[dict[str, Any]]:
@@ -46,9 +50,12 @@ def _numbers(row: Comparison) -> dict[str, Any]:
         scale, unit = (100.0, "points") if row.metric.is_share else (1.0, "")
         ends = (scale * estimate.value, scale * estimate.low, scale * estimate.high)
     change, low, high = ends if has_bounds(row) else (ends[0], None, None)
+    num = None if estimate is None else estimate.num
+    of_requests = estimate is not None and estimate.is_within_trace
     return {
         "metric": row.metric.label, "key": row.metric.path, "value": row.value, "baseline_value": row.base,
-        "change": change, "low": low, "high": high, "unit": unit, "num": None if estimate is None else estimate.num,
+        "change": change, "low": low, "high": high, "unit": unit,
+        "num_replicates": 1 if of_requests else num, "num_requests": num if of_requests else None,
         "p": None if estimate is None else estimate.p_value, "p_corrected": row.p_corrected, "d": row.effect,
         "verdict": row.claim or row.verdict,
     }  # fmt: skip

@@ -86,10 +86,17 @@ class Sections:
         return self.out.with_name(f"{self.out.stem}_files")
 
     def keep(self) -> None:
-        """Moves the figures to where the page names them."""
+        """Moves the figures to where the page names them. Those that only the page before it named are deleted."""
         self.files.mkdir(exist_ok=True)
+        earlier = self.out.with_suffix(".md")  # not yet replaced
+        text = earlier.read_text(encoding="utf-8", errors="replace") if earlier.exists() else ""
+        left = [png for png in self.files.glob("*.png") if f"({self._named(png).replace(' ', '%20')})" in text]
         for figure in self.part.glob("*"):
             figure.replace(self.files / figure.name)
+            left = [png for png in left if png.stem != figure.stem]
+        for png in left:
+            png.unlink()
+            png.with_suffix(".svg").unlink(missing_ok=True)
 
     def plot(self, draw: Callable[..., AxesArray], name: str, title: str, caption: str) -> Plot:
         """Saves a figure for the report. draw: makes it, with `is_narrow=True` in the version for a phone, which only

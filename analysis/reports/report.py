@@ -98,8 +98,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     ):
         sections = Sections(path, Path(part), bar.update)
         html, markdown = _pages(report, sections)
-        if len(numbers := comparisons_frame(sections.compared)):
-            numbers.to_csv(sections.part / FILE, index=False)
+        comparisons_frame(sections.compared).to_csv(sections.part / FILE, index=False)
         with written(path) as page, written(path.with_suffix(".md")) as plain_page:
             for file, text in ((page, html), (plain_page, markdown)):
                 file.write(text)

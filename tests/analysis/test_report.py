@@ -422,7 +422,7 @@ def test_one_point_of_a_sweep_is_reported_without_the_baseline_of_the_sweep(tmp_
     change_config(folder, report={"baseline": "another arm"})
     page = report_from_folders([folder], tmp_path / "report.html").with_suffix(".md")
     assert "nothing is compared" in page.read_text()
-    assert not [*tmp_path.glob("*_files/comparisons.csv")]
+    assert pd.read_csv(tmp_path / "report_files" / "comparisons.csv").empty
     with pytest.raises(RunFolderError, match="baseline 'yet another': no arm is called so"):
         report_from_folders([folder], tmp_path / "named.html", baseline="yet another")
 

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         print(end="", flush=True)  # flush inside this try: a closed pipe is no error
         return status
     except TestbedError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt as stop:
         print(f"error: {str(stop) or 'interrupted'}", file=sys.stderr)
@@ -186,6 +186,7 @@ def _report(arguments: list[str]) -> int:
         "--metric", action="append", type=words, default=[],
         help=f"compare, and tell first: queueing_s.p99, or {{_target_: mine.share_slow}}; {stated} report.metrics",
     )  # fmt: skip
+    parser.add_argument("--fail-if", action="append", default=[], help="exit with 3 at a change: 'ttft_s.mean>5%%'")
     parser.add_argument("--overwrite", action="store_true", help="replace the page if it exists")
     options = parser.parse_args(arguments)
     plots, metrics = given_plots(options.plot), given_metrics(options.metric)
@@ -209,7 +210,7 @@ def _report(arguments: list[str]) -> int:
             slo=_limits(options.slo and ",".join(options.slo)), margin=options.margin,
             command=shlex.join(["testbed", "report", *arguments]),
             plots=(lambda _: plots) if plots else stated_plots,
-            metrics=(lambda _: metrics) if metrics else stated_metrics,
+            metrics=(lambda _: metrics) if metrics else stated_metrics, fail_if=options.fail_if,
         )  # fmt: skip
     print(page)
     return 0

@@ -10,6 +10,7 @@ from analysis.comparison.arms import Arm
 from analysis.comparison.compare import Comparison, Metric, compare, of_classes
 from analysis.comparison.effects import Compared
 from analysis.comparison.wording import change_text
+from analysis.measures.classes import MAX_CLASSES
 from analysis.measures.slo import SLO
 from analysis.reports.first_screen import conditions, told_of, under
 from analysis.reports.tables import Table, ablation_table
@@ -49,11 +50,14 @@ def _classes(arms: Sequence[Arm], slo: SLO | None) -> Iterator[tuple[str, Sequen
 
 
 def pooled_said(groups: Sequence[Compared]) -> list[str]:
-    """A sentence if the numbers of all requests pool several classes; with the largest claim in a class that all
-    requests together contradict."""
+    """A sentence if the numbers of all requests pool several classes, or more tenants than are compared; with the
+    largest claim in a class that all requests together contradict."""
     names = list(dict.fromkeys(name for group in groups for name in group.classes))
     if not names:
-        return []
+        runs = [run for group in groups for arm in group.arms for run in arm.runs]
+        num = max(((run.summary["fairness"] or {}).get("num_tenants", 0) for run in runs), default=0)
+        most = f"These numbers pool {num} tenants: classes are compared for up to {MAX_CLASSES}."
+        return [most] if num > MAX_CLASSES else []
     said = f"These numbers pool the classes of requests ({fmt.listing(names)})"
     if all(len(group.arms) == 1 for group in groups):
         return [f"{said}, of which each has a table."]

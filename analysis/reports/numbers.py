@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 FILE = "comparisons.csv"
 _COLUMNS = (
-    "load", "class", "arm", "baseline", "metric", "key", "value", "baseline_value", "change", "low", "high", "unit",
-    "num_replicates", "num_requests", "p", "p_corrected", "d", "verdict",
+    "load", "class", "arm", "baseline", "metric", "key", "better", "value", "baseline_value", "change", "low", "high",
+    "unit", "num_replicates", "num_requests", "p", "p_corrected", "d", "verdict",
 )  # fmt: skip
 
 
@@ -53,7 +53,8 @@ def _numbers(row: Comparison) -> dict[str, Any]:
     num = None if estimate is None else estimate.num
     of_requests = estimate is not None and estimate.is_within_trace
     return {
-        "metric": row.metric.label, "key": row.metric.path, "value": row.value, "baseline_value": row.base,
+        "metric": row.metric.label, "key": row.metric.path,
+        "better": {1: "higher", -1: "lower"}.get(row.metric.better, ""), "value": row.value, "baseline_value": row.base,
         "change": change, "low": low, "high": high, "unit": unit,
         "num_replicates": 1 if of_requests else num, "num_requests": num if of_requests else None,
         "p": None if estimate is None else estimate.p_value, "p_corrected": row.p_corrected, "d": row.effect,

@@ -16,6 +16,7 @@ from analysis.load import Run, Sweep, relative
 from analysis.measures.slo import SLO
 from analysis.plots import style
 from analysis.plots.style import AxesArray
+from analysis.reports.gates import Gate
 from testbed.errors import TestbedError
 
 DEFAULT_MARGIN = 0.02
@@ -55,6 +56,7 @@ class ReportInput:
     incomplete: Sequence[tuple[Path, str]] = ()  # folders left out, and why
     metrics: Sequence[Metric] = ()  # compared in addition to those of every report
     plots: Sequence[OwnPlot] = ()
+    gates: Sequence[Gate] = ()  # limits of changes
 
     @property
     def runs(self) -> list[Run]:

@@ -57,7 +57,7 @@ from analysis.load import Run, Sweep, num_replicas, relative
 from analysis.load import load as load_all
 from analysis.measures.slo import SLO
 from analysis.progress import progress
-from analysis.reports import fidelity_findings, findings, tables
+from analysis.reports import fidelity_findings, findings, gates, tables
 from analysis.reports.cautions import cautions, changed_sources, lost
 from analysis.reports.classes import class_claims, class_tables, compared_classes, pooled_said
 from analysis.reports.fidelity_section import fidelity_section
@@ -86,7 +86,8 @@ _MAX_COMMANDS = 12  # with more, the list is folded
 def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
     """Writes the report to `out` (with suffix .html) and returns that path. Raises RunFolderError without any arm, for
     arms or pairs of different traces, or for different warm-ups; what fails leaves nothing of the page behind. Raises
-    PlotError at the end if plots of the user's own failed: then the rest is there."""
+    PlotError at the end if plots of the user's own failed, and before it what `gates.check` does: then the rest is
+    there."""
     if not report.arms:
         raise RunFolderError("a report needs at least one arm with a run")
     check_warm_up(report.runs)
@@ -104,6 +105,7 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
                 file.write(text)
                 file.flush()  # a full disk is told before the figures are kept
             sections.keep()
+    gates.check(report.gates, sections.compared, [arm.name for arm in report.arms], path)
     if sections.failed:
         of_own = fmt.count(len(sections.failed), "plot")
         raise PlotError(f"{path} is written without {of_own} of your own: {'; '.join(sections.failed)}")
@@ -140,15 +142,18 @@ def report_from_folders(
     command: str = "",
     plots: Callable[[Sequence[Run]], Sequence[OwnPlot]] = lambda runs: (),
     metrics: Callable[[Sequence[Run]], Sequence[Metric]] = lambda runs: (),
+    fail_if: Sequence[str] = (),
 ) -> Path:
     """Writes a report on every complete run at or below `folders`; returns its path. Arms are inferred from the swept
     keys, pairs from traces and policies. Baseline, question, SLO and margin are as given, else as the runs state them.
-    plots, metrics: make the user's own, for the runs of the arms.
+    plots, metrics: make the user's own, for the runs of the arms. fail_if: limits of changes (`gates`), such as
+    "ttft_s.mean>5%"; raises ConfigError for what is none, and GateError at the end for changes beyond them.
 
     Arms are simulated runs, or real runs if there are no simulated ones. A trace on which every simulated run is paired
     with a real one is left out of the arms, if there are other traces. Of several experiments the largest is reported;
     the report names what is left out (incomplete runs, other experiments).
     """
+    limits = [gates.Gate.parse(text) for text in fail_if]
     sweep = load_all(folders)
     assert isinstance(sweep, Sweep), folders
     runs = sweep.runs
@@ -177,6 +182,7 @@ def report_from_folders(
         incomplete=sweep.incomplete,
         metrics=chosen_metrics(metrics(chosen), chosen),
         plots=plots(chosen),
+        gates=limits,
     )
     return write_report(report, out)
 

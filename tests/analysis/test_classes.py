@@ -45,6 +45,8 @@ def test_classes_are_the_tenants_or_else_the_priorities(tmp_path):
     assert run.summary["classes"]["attainment"] is None, "without an SLO"
     many = with_classes(tmp_path / "many", 9)
     assert many.summary["classes"] is None
+    (said,) = pooled_said([Compared("", infer_arms([many]), (), ())])
+    assert said == "These numbers pool 9 tenants: classes are compared for up to 8."
     assert list(of_classes([many, run], with_slo=False)) == ["tenant v1.0", "tenant v1.1", "tenant v1.2"]
     by_priority = with_classes(tmp_path / "priorities", 2, column="priority").summary["classes"]
     assert (by_priority["by"], by_priority["num_requests"]) == ("priority", {"0": 60, "1": 60})

@@ -33,7 +33,7 @@ def test_a_row_has_the_values_and_the_change_in_percent() -> None:
     assert ends == pytest.approx([-20, -30, -10])
     assert row == {
         "load": "rate = 8", "class": "", "arm": "b", "baseline": "a", "metric": TTFT.label, "key": "ttft_s.mean",
-        "value": 0.4, "baseline_value": 0.5, "unit": "%", "num_replicates": 5, "num_requests": None,
+        "better": "lower", "value": 0.4, "baseline_value": 0.5, "unit": "%", "num_replicates": 5, "num_requests": None,
         "p": 0.01, "p_corrected": 0.02, "d": -2.5, "verdict": "better",
     }  # fmt: skip
 

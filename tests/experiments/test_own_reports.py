@@ -230,6 +230,10 @@ def test_metrics_that_a_sweep_states_are_compared_as_all_others(home: Path, say:
     say("report", "s", "--out", "b", "--metric", "{_target_: mine.share_slow, better: higher}", "--metric", "itl_s.p50")
     table = Path("b.md").read_text().partition("**Chosen metrics**")[2].partition("\n\n**")[0]
     assert "| mine.share_slow | P50 ITL |" in table
+    gates = ("--fail-if", "own.mine.Longest<0%", "--fail-if", "ttft_s.mean<0%", "--fail-if", "ttft_s.mean>5%")
+    failed = say("report", "s", "--out", "c", *gates)
+    assert (failed.status, Path("c.html").exists()) == (3, True)
+    assert [line.rpartition(", beyond ")[2] for line in failed.err.splitlines()] == [repr(one) for one in gates[1:4:2]]
 
 
 WRONG = [

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -387,6 +388,17 @@ def test_the_parts_of_a_room_are_built_on_one_another(room: str) -> None:
 def test_the_rule_about_parts_sees_what_it_should(file: str, source: str, is_bad: bool) -> None:
     imports = imports_in_tree(ast.parse(source), file)
     assert any(against_the_order(item, BUILT_ON["analysis"]) for item in imports) is is_bad
+
+
+# --- what others see of it ---
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_type_checkers_of_others_read_the_types(room: str) -> None:
+    """Without the marker, each import from an installed testbed is Any to them."""
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert (ROOT / room / "py.typed").exists()
+    assert shipped["*"] == ["py.typed"]
 
 
 # --- what is really loaded ---

@@ -114,6 +114,7 @@ class RecordConfig:
     steps: bool = True  # a row per step in steps.parquet; false: the summary has no data about steps
     operators: bool = False  # operators.json: time by operator (`testbed costs`)
     status_s: float | None = None  # interval of status lines, in seconds of the run's clock: standard error, run.log
+    check: bool = False  # the scheduler's invariants after every step, not only at the end: slow (docs/extending.md)
     profile: Any = None  # first:last, steps of the real engine to trace with torch's profiler: profile.json.gz
 
     @property

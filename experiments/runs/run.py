@@ -204,7 +204,8 @@ def _run(
         replayed = [] if prepared.replay is None else [tapes[number], prepared.replay.lags[number]]
         ops = [] if ledger is None else [ledger.of_engine()]
         one = together([records.recorders[number], *replayed, *shared, *lines, *ops])
-        recorders.append(prepared.late[number].of(one) if prepared.late else one)
+        one = prepared.late[number].of(one) if prepared.late else one
+        recorders.append(together([one, engines.Checks(schedulers[number])]) if config.record.check else one)
     loops = [serve(*each) for each in zip(prepared.inboxes, schedulers, recorders, strict=True)]
     began = time.monotonic()
     try:

@@ -191,6 +191,21 @@ def batch_limits(config: RunConfig) -> list[BatchLimits]:
     return [BatchLimits(config.limits, name) for name in named]
 
 
+class Checks(Recorder):
+    """Checks a scheduler's invariants after the commit of each step, and says after which one they do not hold."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._num_steps = scheduler, 0
+
+    def committed(self, step: StepView) -> None:
+        try:
+            self._scheduler.check_invariants()
+        except AssertionError as error:
+            said = f"after step {self._num_steps}: {error}"
+            raise AssertionError(said).with_traceback(error.__traceback__) from None
+        self._num_steps += 1
+
+
 def status_lines(interval_s: float | None, schedulers: Sequence[Scheduler]) -> list[list[StatusLine]]:
     """Returns the status lines of each engine, on standard error and in the log; none if no interval is set."""
     if interval_s is None:

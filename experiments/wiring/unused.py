@@ -57,7 +57,7 @@ def unused_settings(config: RunConfig, swept: Collection[str] = ()) -> list[str]
     if isinstance(config.trace, SyntheticTraceConfig) and config.trace.lengths_from is None:
         notes += without_effect("trace", config.trace, ("lengths_format",), "trace.lengths_from=null")
     if isinstance(backend, VllmConfig) and backend.decides == "vllm":
-        unwritten = ("token_times", "steps", "operators", "status_s")
+        unwritten = ("token_times", "steps", "operators", "status_s", "check")
         why = "backend.decides=vllm, whose records are made from vLLM's log"
         notes += without_effect("record", config.record, unwritten, why)
     if isinstance(backend, FleetConfig) and backend.num_replicas == 1:

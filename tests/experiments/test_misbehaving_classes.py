@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.load import load_sweep
+from analysis.load import load_run, load_sweep
 from experiments.api import simulate
 from experiments.runs.run import execute
 from testbed.errors import TestbedError
@@ -359,6 +359,18 @@ def test_a_class_that_takes_from_what_it_was_shown_ends_no_run_as_complete(tmp_p
     error = say("run", *SHORT, *TINY, own, *more).error()
     assert "reference counts differ from the tables" in error
     assert "most likely because scheduler.admission=misbehaving.TakesABlock returned" in error
+
+
+@pytest.mark.parametrize("more", [(), ("scheduler=vllm_v1_async",), ("backend.num_replicas=2",)])
+def test_a_checked_run_names_the_first_step_after_which_a_class_took_something(tmp_path: Path, say: Say, more) -> None:
+    run = ("run", *SHORT, *TINY, *more, "record.check=true")
+    say(*run, f"hydra.run.dir={tmp_path}/kept").success()
+    own = "scheduler.admission={_target_: misbehaving.TakesABlock}"
+    error = say(*run, own, f"hydra.run.dir={tmp_path}/taken").error()
+    steps = load_run(tmp_path / "taken").steps
+    last = steps[steps.num_admitted > 0].iloc[-1]
+    assert f"AssertionError: after step {last.step}: reference counts differ from the tables" in error
+    assert (last.step, last.replica) == tuple(steps.loc[steps.end_ns.idxmax(), ["step", "replica"]]), "it ended there"
 
 
 def test_a_mode_by_its_name_and_a_class_derived_from_ours_are_heard(tmp_path: Path) -> None:

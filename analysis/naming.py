@@ -17,6 +17,7 @@ _UNITS = {  # the end of a key -> (what it says, units by size)
     "_ns": ("", {1e9: "s", 1e6: "ms", 1e3: "µs", 1.0: "ns"}),
 }
 DECIDES = "backend.decides"  # of runs in vLLM: which scheduler decided, this testbed's or vLLM's own
+VERSION = "version.name"  # no setting: the folder of runs that others differ from in their classes or code only
 SPEED = "backend.speed"  # of a replay: how fast its arrivals come, so a part of the load
 
 

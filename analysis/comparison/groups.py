@@ -17,11 +17,12 @@ from analysis.comparison.arms import grouped, infer_arms, is_policy, stated_repl
 from analysis.format import count
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.slo import SLO
-from analysis.naming import DECIDES, SPEED, is_of_router, is_of_trace
+from analysis.naming import DECIDES, SPEED, VERSION, is_of_router, is_of_trace
 from testbed.errors import RunFolderError
 
 _PLATFORM = ("model", "device", "cost", "backend")
 LOAD_KEYS = ("trace.rate", "trace.rate_scale", SPEED)
+_MADE = ("classes", "code")  # of a run's identity
 MAX_KEYS = 4  # differing settings that are listed
 Experiment = list[Run]
 
@@ -59,6 +60,25 @@ def _is_chosen(key: str) -> bool:
 
 def _merged(groups: Sequence[Experiment], key: Callable[[Experiment], str]) -> list[Experiment]:
     return [[run for members in alike for run in members] for alike in grouped(groups, key).values()]
+
+
+def tell_versions_apart(runs: Sequence[Run], folders: Iterable[str | os.PathLike[str]]) -> None:
+    """Gives each run the level `VERSION`, the given folder that it lies in (of a given run: the one above it), if runs
+    of one configuration in different ones were made from other classes or code: they are versions of one arm."""
+    given = [Path(folder) for folder in folders]
+    place_of: dict[Path, Path] = {}
+    made: dict[str, dict[Path, str]] = {}  # by configuration: what its runs were made from, by place
+    for run in runs:
+        inside = next(folder for folder in given if run.path.is_relative_to(folder))
+        place_of[run.path] = place = run.path.parent if inside == run.path else inside
+        identity = run.manifest.get("identity") or {}
+        made.setdefault(str(identity.get("config")), {})[place] = repr([identity.get(key) for key in _MADE])
+    if any(len({*by_place.values()}) > 1 for by_place in made.values()):
+        places = {*place_of.values()}
+        is_short = len({place.name for place in places}) == len(places)
+        for run in runs:
+            place = place_of[run.path]
+            run.flat_config[VERSION] = place.name if is_short else str(place)
 
 
 def left_out(chosen: Sequence[Run], other: Sequence[Run], start: os.PathLike[str]) -> str:

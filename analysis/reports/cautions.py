@@ -26,7 +26,7 @@ from analysis.comparison.triggered import idle_settings, never_triggered
 from analysis.load import Run, relative, swept_keys
 from analysis.measures.notes import Note, price_notes, rate_notes, replay_notes, told
 from analysis.measures.replicas import routing_notes
-from analysis.naming import NAMING_KEYS, align, factor_name, level_names, level_text, naming_keys
+from analysis.naming import NAMING_KEYS, VERSION, align, factor_name, level_names, level_text, naming_keys
 from analysis.reading.files import read_manifest, read_yaml
 from analysis.reports.fidelity_findings import engine_noise_said
 from analysis.reports.load_cautions import draining, left_out_start, outrun, warm_up
@@ -266,14 +266,16 @@ def _ambiguous(arms: Sequence[Arm]) -> Iterator[str]:
 
 
 def changed_sources(runs: Sequence[Run]) -> list[str]:
-    """A sentence if compared runs used files, classes or code of the same name with different content."""
-    made = [run.manifest.get("identity") or {} for run in runs]
-    by_name: dict[str, set[str]] = {}
-    for part in ("classes", "files"):
-        for name, content in ((name, content) for one in made for name, content in (one.get(part) or {}).items()):
-            by_name.setdefault(name, set()).add(content)
-    changed = [name for name, contents in by_name.items() if len(contents) > 1]
-    changed += ["the code of the testbed"] if len({one["code"] for one in made if "code" in one}) > 1 else []
+    """A sentence if compared runs, of one version, used files, classes or code of the same name with different
+    content."""
+    by_name: dict[tuple[str, object], set[str]] = {}  # (what, version): contents
+    for run in runs:
+        identity, version = run.manifest.get("identity") or {}, run.flat_config.get(VERSION)
+        parts = {**(identity.get("classes") or {}), **(identity.get("files") or {})}
+        parts |= {"the code of the testbed": identity["code"]} if "code" in identity else {}
+        for name, content in parts.items():
+            by_name.setdefault((name, version), set()).add(content)
+    changed = list(dict.fromkeys(name for (name, _), contents in by_name.items() if len(contents) > 1))
     if not changed:
         return []
     return [

@@ -51,6 +51,7 @@ from analysis.comparison.groups import (
     refuse_unused,
     stated,
     stated_slo,
+    tell_versions_apart,
 )
 from analysis.comparison.pairs import infer_pairs, join_repeats
 from analysis.load import Run, Sweep, num_replicas, relative
@@ -158,6 +159,7 @@ def report_from_folders(
     assert isinstance(sweep, Sweep), folders
     runs = sweep.runs
     pairs = join_repeats(infer_pairs(runs))
+    tell_versions_apart(runs, folders)
     sims = [run for run in runs if run.is_simulated] or runs
     paired = {pair.sim.path for pair in pairs}
     traces = {run.fingerprint for run in sims if run.path not in paired}

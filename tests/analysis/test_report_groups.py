@@ -241,3 +241,24 @@ def test_what_is_equal_in_all_arms_takes_no_column(tmp_path):
     assert told(arms, metrics[:1]) == (("sent",), ""), "a table has a column"
     assert told(arms, [*LATENCY[:1], metrics[2]])[0] == (LATENCY[0].label,)
     assert told(arms[1:], [replace(metrics[2], better=1), metrics[3]])[0] == ("swapped",), "a goodput of 0 is a result"
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_two_versions_of_one_class_are_arms_named_by_their_folders(tmp_path):
+    folders = [tmp_path / "rel1", tmp_path / "rel2"]
+    for folder, chunked in zip(folders, BOTH, strict=True):
+        for seed in range(3):
+            run = write_run(folder / str(seed), chunked=chunked, seed=seed, num_requests=20)
+            change_config(run, scheduler={"name": "mine"})
+            identity = {"config": str(seed), "classes": {"mine": str(chunked)}, "code": "a"}
+            change_manifest(run, identity=identity, scheduler="mine")
+    for given in (folders, [run for folder in folders for run in sorted(folder.iterdir())]):
+        text = report_from_folders(given, tmp_path / "r.html").with_suffix(".md").read_text()
+        assert "How does rel2 differ from rel1 on the same trace?" in text
+        assert text.count("Baseline: rel1,") == 1
+        assert "the arms differ in | version.name rel1/rel2" in text
+        assert "changed, and what looks like" not in text
+    for run in folders[1].iterdir():
+        change_manifest(run, identity={"config": run.name, "classes": {"mine": "False"}, "code": "a"})
+    text = report_from_folders(folders, tmp_path / "same.html").with_suffix(".md").read_text()
+    assert "rel2" not in text.partition("## Runs")[0], "of one class, the same runs twice"

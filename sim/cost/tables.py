@@ -195,8 +195,10 @@ class TablesCost(RooflineCost):
         if measured.prefill is None:
             return whole_ns
         alone_ns = whole_ns if num_decodes == 0 else self._mixed.ns(tiles, 0, 0, 0)
-        ratio, num_tokens, start = _chunks_by(measured.prefill.grid, prefills)
-        prefill_ns = max(alone_ns * ratio, self._least_ns(prefills))
+        ratio, num_pairs, num_tokens, start = _chunks_by(measured.prefill.grid, prefills)
+        # at least their arithmetic at the data sheet's rate: a short prompt's ratio, which is applied to a chunk behind
+        # a context that no table has, may be too low for it
+        prefill_ns = max(alone_ns * ratio, num_pairs * self._least_ns_per_pair)
         if num_decodes == 0 or measured.mixed is None:
             return to_ns(prefill_ns + whole_ns - alone_ns)
         grid = measured.mixed.grid
@@ -206,14 +208,6 @@ class TablesCost(RooflineCost):
         grid.seek(3, context / num_decodes)
         mixed_ns = whole_ns * grid.value()
         return to_ns(max(mixed_ns, prefill_ns))  # prompts are never cheaper with decodes next to them
-
-    def _least_ns(self, prefills: tuple[PrefillChunk, ...]) -> float:
-        """Returns the ns of the chunks' arithmetic at the data sheet's rate: a short prompt's ratio, which is applied
-        to a chunk behind a context that no table has, may be too low for it."""
-        pairs = 0
-        for chunk in prefills:
-            pairs += chunk.num_tokens * chunk.start + chunk.num_tokens * (chunk.num_tokens + 1) // 2
-        return pairs * self._least_ns_per_pair
 
     def _elementwise_ns(self, num_tokens: int) -> float:
         return self._small_ns(self.measured.elementwise, num_tokens, super()._elementwise_ns)
@@ -225,20 +219,22 @@ class TablesCost(RooflineCost):
         return roofline(size) if part is None else self._factor * part.at(size, roofline)
 
 
-def _chunks_by(grid: Grid, prefills: tuple[PrefillChunk, ...]) -> tuple[float, int, int]:
+def _chunks_by(grid: Grid, prefills: tuple[PrefillChunk, ...]) -> tuple[float, float, int, int]:
     """Returns the mean of measured time / roofline over chunks, by a grid of prompts, weighted by about their (query,
-    key) pairs; their tokens; and the start of the chunk with most pairs (tables of mixed attention have one chunk)."""
-    ratios, pairs, num_tokens, most, start = 0.0, 0, 0, -1, 0
+    key) pairs; these pairs; their tokens; and the start of the chunk with most pairs (tables of mixed attention have
+    one chunk)."""
+    ratios, pairs, corners, num_tokens, most, start = 0.0, 0, 0, 0, -1, 0
     for chunk in prefills:
         own = chunk.num_tokens * (chunk.start + chunk.num_tokens)
         grid.seek(0, chunk.num_tokens)
         grid.seek(1, chunk.start)
         ratios += own * grid.value()
         pairs += own
+        corners += chunk.num_tokens * chunk.num_tokens
         num_tokens += chunk.num_tokens
         if own > most:
             most, start = own, chunk.start
-    return ratios / pairs, num_tokens, start
+    return ratios / pairs, pairs - corners / 2, num_tokens, start
 
 
 def _origin(part: Part | None, point: tuple[float, ...]) -> str:

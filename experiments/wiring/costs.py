@@ -207,7 +207,7 @@ def kernel_notes(config: RunConfig) -> list[str]:
     device = config.device
     if kernels_of(config) != "estimated" or device.kind == "cpu":
         return []
-    note = f"step times: nobody timed kernels of {device.name} as it is here: its efficiencies and floors are estimates"
+    note = f"nobody timed kernels of {device.name} as it is here: its efficiencies and floors are estimates"
     if not device.gemm_floor_ns and not device.kernel_floor_ns:
         note += (
             "; without floors (device.gemm_floor_ns and kernel_floor_ns are 0) small steps come out several times too "

@@ -9,18 +9,20 @@ baseline and margin (`report.*`) and the SLO (`slo.*`) of their experiment.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from analysis.comparison.arms import grouped, infer_arms, is_policy, stated_replicates
 from analysis.format import count
-from analysis.load import Run, relative, swept_keys
+from analysis.load import Run, differing_keys, relative, swept_keys
 from analysis.measures.slo import SLO
 from analysis.naming import DECIDES, SPEED, VERSION, is_of_router, is_of_trace
 from testbed.errors import RunFolderError
+from testbed.foreign_text import some
 
 _PLATFORM = ("model", "device", "cost", "backend")
+_NO_RUN = ("slo", "report", "overwrite", "allow_ignored", "points_per_job")  # they decide nothing of a run
 LOAD_KEYS = ("trace.rate", "trace.rate_scale", SPEED)
 _MADE = ("classes", "code")  # of a run's identity
 MAX_KEYS = 4  # differing settings that are listed
@@ -79,6 +81,30 @@ def tell_versions_apart(runs: Sequence[Run], folders: Iterable[str | os.PathLike
         for run in runs:
             place = place_of[run.path]
             run.flat_config[VERSION] = place.name if is_short else str(place)
+
+
+def settings_given(manifest: Mapping[str, Any]) -> frozenset[tuple[str, str]] | None:
+    """The settings that the run's command gave, without those that decide nothing of a run; None: not known."""
+    given = manifest.get("given")
+    if not isinstance(given, dict):
+        return None
+    return frozenset((key, str(value)) for key, value in given.items() if key.partition(".")[0] not in _NO_RUN)
+
+
+def of_newest(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """The runs without those of which the same sweep has newer ones of the same settings, made from something else; and
+    a sentence on those that are left out."""
+    points = [run for run in runs if run.manifest.get("sweep") and settings_given(run.manifest) is not None]
+    newest: dict[Path, Run] = {}  # by the folder of an older run
+    for members in grouped(points, lambda run: (run.path.parent, settings_given(run.manifest))).values():
+        last = max(members, key=lambda run: str(run.manifest.get("created")))
+        newest |= {run.path: last for run in members if run is not last}
+    older = [(run, newest[run.path]) for run in runs if run.path in newest]
+    apart = [key for both in older for key in differing_keys([run.flat_config for run in both])]
+    keys = list(dict.fromkeys(key for key in apart if key.partition(".")[0] not in _NO_RUN))
+    said = f"{count(len(older), 'run')} left out: the same sweep has newer ones of the same settings"
+    said += f", of other defaults ({some(keys)})." if keys else ", made from something else."
+    return [run for run in runs if run.path not in newest], [said] if older else []
 
 
 def left_out(chosen: Sequence[Run], other: Sequence[Run], start: os.PathLike[str]) -> str:

@@ -48,6 +48,7 @@ from analysis.comparison.groups import (
     differing,
     experiments,
     left_out,
+    of_newest,
     refuse_unused,
     stated,
     stated_slo,
@@ -157,7 +158,7 @@ def report_from_folders(
     limits = [gates.Gate.parse(text) for text in fail_if]
     sweep = load_all(folders)
     assert isinstance(sweep, Sweep), folders
-    runs = sweep.runs
+    runs, older = of_newest(sweep.runs)
     pairs = join_repeats(infer_pairs(runs))
     tell_versions_apart(runs, folders)
     sims = [run for run in runs if run.is_simulated] or runs
@@ -173,7 +174,7 @@ def report_from_folders(
     report = ReportInput(
         arms=arms,
         pairs=pairs,
-        cautions=[left_out(chosen, other, Path(out).parent) for other in others],
+        cautions=[*older, *(left_out(chosen, other, Path(out).parent) for other in others)],
         title=title or ("Ablation report" if len(arms) > 1 else "Run report"),
         question=question or stated(chosen, "question") or "",
         baseline=baseline or (stated(chosen, "baseline") if len(arms) > 1 else None),  # alone it is compared with none

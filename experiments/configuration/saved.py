@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.configuration.config import FILE_KEYS, RunConfig
+from experiments.configuration.config import FILE_KEYS, JUDGING, RunConfig
 from experiments.configuration.settings import GONE
 from testbed.errors import RunFolderError
 
@@ -54,6 +54,20 @@ def saved_config(folder: Path) -> dict[str, Any]:
     if isinstance(cost, dict) and cost.get("name") == "linear" and cost.get("path", "") is None:
         del cost["path"]  # of a file that older versions took
     return raw
+
+
+def changed_keys(folder: Path, raw: dict[str, Any]) -> list[str]:
+    """Returns the keys, but those of `slo` and `report`, whose values in a run folder are others than in `raw`; none if
+    its configuration cannot be read."""
+    from analysis.load import differing_keys, flatten  # not at the top: as above
+
+    try:
+        both = [
+            {key: value for key, value in tree.items() if key not in JUDGING} for tree in (saved_config(folder), raw)
+        ]
+    except RunFolderError:
+        return []
+    return differing_keys([flatten(tree) for tree in both])
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import ast
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -28,6 +28,7 @@ from experiments.configuration.own_class import imported
 from experiments.runs.environment import describe_versions, source_hash
 from experiments.wiring.foreign import is_foreign, named_classes
 from testbed.errors import ConfigError
+from testbed.foreign_text import some
 
 _LARGE_BYTES = 2**28  # above this, size and modification time identify a file in a folder (weights), not its content
 
@@ -52,8 +53,9 @@ class Identity:
         kept = manifest.get("identity")
         return isinstance(kept, dict) and {**asdict(self), "version": kept.get("version")} == kept
 
-    def changes_since(self, manifest: dict[str, Any]) -> str:
-        """Returns, in words, how a run of the same configuration differs from this identity."""
+    def changes_since(self, manifest: dict[str, Any], defaults: Sequence[str] = ()) -> str:
+        """Returns, in words, how a run of the same settings differs from this identity. defaults: the keys of the two
+        configurations that differ nevertheless."""
         kept = manifest.get("identity")
         if not isinstance(kept, dict):
             return "it does not say what it was made from"
@@ -63,6 +65,8 @@ class Identity:
         if kept.get("code") != self.code:
             before = kept.get("version")
             said.append("the testbed's code changed" + (f" ({before} → {self.version})" * (before != self.version)))
+        if defaults:
+            said.append(f"the defaults changed: {some([*defaults])}")
         return "; ".join(said) or "its configuration is another"
 
 

@@ -30,7 +30,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from experiments.configuration.config import RunConfig
-from experiments.configuration.saved import read_manifest
+from experiments.configuration.saved import changed_keys, read_manifest
 from experiments.runs.identity import Identity, identity_of
 from experiments.runs.interrupt import was_pressed
 from experiments.runs.origin import Origin
@@ -80,19 +80,23 @@ class Outcome:
 
 
 class Known:
-    """The point folders in a sweep's folder, by the configuration hash at the start of their names."""
+    """The point folders in a sweep's folder, by the configuration hash at the start of their names, and by the settings
+    that their commands gave: defaults may have changed since."""
 
     def __init__(self, root: Path) -> None:
         self._by_config: dict[str, list[Path]] = {}
+        self._by_settings: dict[frozenset[tuple[str, str]] | None, list[Path]] = {}  # read when it is first asked for
         for folder in sorted(root.iterdir()) if root.is_dir() else ():
             if match := _NAME.fullmatch(folder.name):
                 self._by_config.setdefault(match[1], []).append(folder)
 
-    def make_room(self, folder: Path, identity: Identity) -> Iterator[tuple[str, Path]]:
+    def make_room(
+        self, folder: Path, identity: Identity, origin: Origin, raw: dict[str, Any]
+    ) -> Iterator[tuple[str, Path]]:
         """Moves aside runs that are in the place of a point; yields (reason, new path). Runs that another process is
-        writing are left; folders of runs that did not begin are deleted."""
-        others = [path for path in self._by_config.get(identity.config[:12], []) if path != folder]
-        for path in (*others, folder):
+        writing are left; folders of runs that did not begin are deleted. raw: the point's resolved configuration."""
+        others = self._by_config.get(identity.config[:12], []) + self._given_as(origin)
+        for path in (*(path for path in dict.fromkeys(others) if path != folder), folder):
             if did_not_begin(path) and not is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)
             if not has_run(path) or is_locked(path):
@@ -101,8 +105,19 @@ class Known:
             if path == folder and (is_partial or _is_damaged(path)):
                 yield "partial" if is_partial else "damaged", set_aside(path, path.with_name(f"{path.name}.partial"))
                 continue
-            why = identity.changes_since(read_manifest(path))
+            why = identity.changes_since(read_manifest(path), changed_keys(path, raw))
             yield f"stale: {why}", set_aside(path, path.parent / SET_ASIDE / path.name)
+
+    def _given_as(self, origin: Origin) -> list[Path]:
+        """The folders of runs whose commands gave the same settings."""
+        if not self._by_config:
+            return []
+        from analysis.comparison.groups import settings_given  # not at the top: Arrow is slow to import
+
+        if not self._by_settings:
+            for folder in (folder for same in self._by_config.values() for folder in same):
+                self._by_settings.setdefault(settings_given(read_manifest(folder)), []).append(folder)
+        return self._by_settings.get(settings_given(asdict(origin)), [])
 
 
 def is_done(folder: Path, identity: Identity) -> bool:

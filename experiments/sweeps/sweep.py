@@ -210,7 +210,7 @@ def _left_to_run(sweep: _Sweep, points: list[tuple[Point, RunConfig]]) -> tuple[
                 failed.append(Outcome(point.label, "failed", str(folder), said, exit_status=1))
             num_restated += restate(folder, config, point.command, point.origin)
             continue
-        aside += [] if config.overwrite else known.make_room(folder, identity)
+        aside += [] if config.overwrite else known.make_room(folder, identity, point.origin, config.raw)
         todo[folder] = point
     after = end_of_others(sweep.root, {*done, *todo})
     for folder, point in done.items() if after == 0 else ():

@@ -60,6 +60,22 @@ def test_of_a_mixture_the_largest_experiment_is_reported_and_the_others_are_name
 
 
 @pytest.mark.usefixtures("unrendered")
+def test_of_points_that_one_sweep_made_twice_the_newest_count(tmp_path):
+    for day, memory in ((1, 8), (2, 9)):
+        for folder in write_runs(tmp_path / "s", chunked=BOTH, seed=[0, 1], **FEW):
+            point = folder.rename(folder.with_name(f"{folder.name}-{day}"))
+            given = {"scheduler": folder.name, "slo.ttft_s": f"{day}"}
+            change_manifest(point, given=given, sweep="testbed run -m", created=f"2026-12-0{day}")
+            change_config(point, device__memory_bytes=memory)
+    text = report_from_folders([tmp_path], tmp_path / "r.html").with_suffix(".md").read_text()
+    newer = "the same sweep has newer ones of the same settings, of other defaults (device.memory_bytes)."
+    assert f"- 4 runs left out: {newer}" in text
+    assert "another experiment" not in text
+    assert "s/True-1-2 |" in text
+    assert "-1 |" not in text
+
+
+@pytest.mark.usefixtures("unrendered")
 def test_an_arm_that_lacks_a_load_is_named_before_the_findings(tmp_path):
     write_runs(tmp_path, rate=[6.0, 8.0, 10.0], watermark=0.01, **FEW)
     write_run(tmp_path / "another", rate=6.0, watermark=0.1, **FEW)

@@ -14,7 +14,7 @@ import pytest
 from analysis.load import load_sweep
 from experiments.runs import environment, identity
 from experiments.runs.identity import identity_of
-from tests.experiments.kit import SHORT, TINY, Say, config_of, manifest_of, write_rows
+from tests.experiments.kit import SHORT, TINY, Said, Say, config_of, manifest_of, option, write_rows
 from tests.experiments.test_sweeps import sweep
 
 InFolder = Callable[..., str]
@@ -83,6 +83,20 @@ def test_changed_code_runs_every_point_again(tmp_path: Path, say: Say, monkeypat
     said = sweep(say, tmp_path / "s", "seed=0,1")
     assert "set aside    2 points (stale: the testbed's code changed)" in said.out
     assert {run.manifest["identity"]["code"] for run in load_sweep(tmp_path / "s").runs} == {"another"}
+
+
+def test_a_changed_default_runs_its_points_again(tmp_path: Path, say: Say) -> None:
+    """Its configuration is another, but the command is the same."""
+
+    def swept(watermark: float, *more: str) -> Said:
+        option(tmp_path / "conf", "cache/mine", f"defaults: [default, _self_]\nwatermark: {watermark}\n")
+        return sweep(say, tmp_path / "s", "cache=mine", "seed=0,1", "--config-dir", str(tmp_path / "conf"), *more)
+
+    swept(0.0).success()
+    said = swept(0.1, "slo.ttft_s=0.1")
+    assert "set aside    2 points (stale: the defaults changed: cache.watermark): " in said.out
+    assert {run.config["cache"]["watermark"] for run in load_sweep(tmp_path / "s").runs} == {0.1}
+    assert "done before  2 of 2" in swept(0.1).out
 
 
 def test_installed_code_is_the_code_of_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLD = 50_000  # new objects before a collection; a batch makes the default, 700 to 2,000, in a few steps
+_WHOLE_EVERY = 50  # simulations; `gc.freeze` resets what Python counts, so that a whole collection never comes due
+_FEW = 10_000  # objects that Python 3.12 freezes by itself, 375, are fewer; those of a caller are more
+_simulations = itertools.count(1)
 
 
 @contextmanager
 def fewer_collections(*, is_simulation: bool = False) -> Iterator[None]:
-    """Context with rare collections that skip all objects that exist at its start; restores the settings afterwards.
+    """Context with rare collections that skip all objects that exist at its start, or those that the caller froze;
+    restores the settings afterwards.
 
-    Collects first, because loading a model or an earlier engine leaves cycles that hold much memory. is_simulation: no
-    first collection; there is little to free, and each point of a sweep would scan all modules.
+    Collects first, because loading a model or an earlier engine leaves cycles that hold much memory. is_simulation:
+    only every so often; there is little to free, and each point of a sweep would scan all modules.
     """
-    before = gc.get_threshold()
-    if not is_simulation:
+    before, is_callers = gc.get_threshold(), gc.get_freeze_count() > _FEW
+    if not is_simulation or next(_simulations) % _WHOLE_EVERY == 0:
         gc.collect()
-    gc.freeze()
+    if not is_callers:
+        gc.freeze()
     gc.set_threshold(THRESHOLD, *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not is_callers:
+            gc.unfreeze()

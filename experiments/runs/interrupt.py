@@ -1,6 +1,7 @@
 """Handles Ctrl-C at step boundaries: records end with a complete step, whose digest is in the manifest.
 
-SIGTERM (from a cluster) and SIGHUP (from a closed terminal, unless under nohup) are treated like Ctrl-C.
+SIGTERM (from a cluster) and SIGHUP (from a closed terminal, unless under nohup) are treated like Ctrl-C; in a run from
+Python, unless the caller handles them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -89,20 +90,21 @@ def ended_as_interrupted() -> Iterator[None]:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    with _handled(handle, _OTHERS):
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    with _handled(handle, (signal.SIGTERM,) if is_ignored else _OTHERS):
         yield
 
 
 @contextmanager
-def _handled(handler: Any, numbers: tuple[signal.Signals, ...] = (signal.SIGINT, *_OTHERS)) -> Iterator[None]:
-    """Context in which `handler` gets these signals, except an ignored SIGHUP. Outside the main thread: no change."""
+def _handled(handler: Any, numbers: Iterable[signal.Signals] | None = None) -> Iterator[None]:
+    """Context in which `handler` gets these signals, by default SIGINT and those of the others that nobody handles.
+    Outside the main thread: no change."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    before = {
-        number: signal.signal(number, handler) for number in numbers if not (is_ignored and number is signal.SIGHUP)
-    }
+    if numbers is None:
+        numbers = [signal.SIGINT, *(number for number in _OTHERS if signal.getsignal(number) is signal.SIG_DFL)]
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ from omegaconf import DictConfig, open_dict
 from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import changed_keys, read_manifest
 from experiments.runs.identity import Identity, identity_of
-from experiments.runs.interrupt import was_pressed
+from experiments.runs.interrupt import ended_as_interrupted, was_pressed
 from experiments.runs.origin import Origin
 from experiments.runs.replacing import put_back
 from experiments.runs.run import INTERRUPTED, RunResult, execute
@@ -294,7 +294,7 @@ def _run(point: Point) -> Outcome:
         folder = str(point.place(identity))
         if is_done(Path(folder), identity) and not config.overwrite:
             return Outcome(point.label, "complete", folder)
-        with redirect_stderr(_NoTerminal(sys.stderr)):
+        with redirect_stderr(_NoTerminal(sys.stderr)), ended_as_interrupted():  # though a launcher may handle SIGTERM
             try:
                 result = execute(config, Path(folder), command=point.command, origin=point.origin)
             except RunFolderError:  # perhaps another sweep is using the same folder

@@ -6,9 +6,11 @@ import gc
 import subprocess
 import sys
 import weakref
+from itertools import count
 
 import pytest
 
+from experiments.runs import collector
 from experiments.runs.collector import fewer_collections
 
 LEFT = """
@@ -52,6 +54,7 @@ def collections_within(*, is_simulation: bool) -> int:
 
 @pytest.mark.usefixtures("unfreezes")
 def test_what_an_engine_left_is_collected_before_the_next_run() -> None:
+    gc.unfreeze()
     before = gc.get_threshold()
     left = weakref.ref(_Cycle())
     with fewer_collections():
@@ -61,7 +64,30 @@ def test_what_an_engine_left_is_collected_before_the_next_run() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_a_simulation_begins_without_a_collection() -> None:
+@pytest.mark.usefixtures("unfreezes")
+def test_after_many_simulations_what_they_left_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.unfreeze()
+    monkeypatch.setattr(collector, "_simulations", count(1))
+    left = weakref.ref(_Cycle())
+    for _ in range(49):
+        with fewer_collections(is_simulation=True):
+            assert gc.get_freeze_count() > 0
+    assert left() is not None
+    with fewer_collections(is_simulation=True):
+        assert left() is None
+
+
+@pytest.mark.usefixtures("unfreezes")
+def test_what_the_caller_froze_stays_frozen() -> None:
+    gc.freeze()
+    num = gc.get_freeze_count()
+    with fewer_collections():
+        assert gc.get_freeze_count() == num
+    assert gc.get_freeze_count() == num
+
+
+def test_a_simulation_begins_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_simulations", count(1))
     assert collections_within(is_simulation=True) == 0
     assert collections_within(is_simulation=False) == 2  # begins and ends
 

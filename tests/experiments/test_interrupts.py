@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from analysis.load import load_run
+from experiments.configuration.compose import compose_raw
 from experiments.runs.interrupt import interruptible, undisturbed, was_pressed
-from experiments.sweeps.points import Board, Outcome
+from experiments.runs.origin import UNKNOWN
+from experiments.sweeps import points
+from experiments.sweeps.points import Board, Outcome, Point
 from experiments.sweeps.progress import Followed
 from testbed.core.commands import Resume, WaitUntil
 from testbed.core.serve import Loop
@@ -175,6 +178,33 @@ def test_a_press_while_records_are_closed_is_not_lost(hangup: signal.Handlers) -
         os.kill(os.getpid(), signal.SIGINT)
     assert was_pressed()
     assert not was_pressed(), "asked once"
+
+
+def test_a_signal_that_the_caller_handles_stays_the_caller_s() -> None:
+    heard: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with interruptible([]):
+            signal.raise_signal(signal.SIGTERM)
+        with undisturbed():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert heard == [signal.SIGTERM] * 2
+    assert not was_pressed()
+
+
+def test_a_point_is_interrupted_though_its_launcher_handles_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Submitit ignores SIGTERM in its jobs."""
+    monkeypatch.setattr(points, "execute", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    point = Point("one", "testbed run", compose_raw([*TINY]), str(tmp_path), UNKNOWN)
+    former = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert points._run(point).status == "interrupted"
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def test_ctrl_c_ends_the_wait_of_a_single_loop_at_once() -> None:

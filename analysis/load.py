@@ -63,6 +63,11 @@ class Run:
         return self.manifest.get("backend") == "sim"
 
     @property
+    def notes(self) -> list[str]:
+        """What was told with the run's numbers at its end, as settings without effect; also in its `run.log`."""
+        return [*(self.manifest.get("notes") or ())]
+
+    @property
     def fingerprint(self) -> str | None:
         """The fingerprint of the trace as it was sent: two runs have the same load if and only if these are equal."""
         trace: dict[str, str | None] = self.manifest["trace"]

@@ -140,6 +140,8 @@ def _stock(config: RunConfig, folder: Path, trace: Trace, command: str, origin: 
         num_finished = int(run.requests["finish_reason"].notna().sum())
         message, exit_status = failure_message(failure, folder, manifest, num_finished), _exit_status(failure)
     notes = notes_of(config, manifest, summary, folder)
+    manifest["notes"] = [*map(str, notes)]
+    write_json(folder / "manifest.json", manifest)
     return RunResult(folder, manifest["status"], exit_status, message, summary, run.config, manifest, notes)
 
 
@@ -286,7 +288,6 @@ def _close(
     Raises RunFolderError if they cannot be written; its message is the run's own failure, if there was one.
     """
     from analysis.load import Run  # not at the top: Arrow is slow to import
-    from analysis.measures.checks import failures
     from analysis.measures.notes import doubts_of
 
     if failure is None and records.ignored:
@@ -295,8 +296,11 @@ def _close(
     try:
         write_json(folder / "manifest.json", manifest)
         summary = Run(folder, config.raw, manifest).summarise() if has_summary else {}
+        notes = notes_of(config, manifest, summary, folder) if summary else ()
         if summary:
             write_json(folder / "summary.json", summary)
+            manifest["notes"] = [*map(str, notes)]
+            write_json(folder / "manifest.json", manifest)
         if failure is None:
             (folder / "done").write_text(manifest["digest"] + "\n")
     except (OSError, RunFolderError) as error:
@@ -307,10 +311,10 @@ def _close(
     elif records.ignored:
         message, exit_status = manifest["ignored"], 0 if config.allow_ignored else 1
     log = logging.getLogger("testbed")
-    for sentence in (*(failures(summary["checks"]) if summary else ()), *doubts_of(manifest)):
-        log.warning("%s", sentence)
+    for note in notes if summary else doubts_of(manifest):
+        if note.text not in manifest["trace"]["notes"]:  # these were logged at the start
+            log.warning("%s", note)
     log.info("%s %s", status, message)
-    notes = notes_of(config, manifest, summary, folder) if summary else ()
     return RunResult(folder, status, exit_status, message, summary, config.raw, manifest, notes)
 
 

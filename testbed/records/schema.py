@@ -148,6 +148,7 @@ MANIFEST_KEYS = (
     "digest",  # final decision digest, 16 hex digits; of several replicas: xxh64 over theirs, in order, 8 bytes each
     "replay",  # {pace, speed, lag of arrivals, notes}, real runs only
     "host",  # the host's part of the steps, as means over all steps; real runs only
+    "notes",  # what a reader of its numbers should know, as told at its end; null: not told then
     "replicas",  # {num_steps, num_sent, prefix_cache, digest} of each; null if there is one
 )
 

@@ -198,6 +198,7 @@ def test_a_machine_that_did_not_keep_pace_is_told_of(run: Run, monkeypatch: pyte
     manifest = load_run(tmp_path / "run").manifest
     assert "note         REPLAY LAG: " in said
     assert "note         BUSY MACHINE: for 50 % of the time" in said
+    assert [f"note         {note}" in said for note in load_run(tmp_path / "run").notes] == [True] * 2
     assert manifest["replay"]["num_arrivals"] == NUM_REQUESTS
     assert manifest["replay"]["lag_s"]["max"] >= 0.02
     assert [note.size for note in replay_notes(manifest)][1] == manifest["host"]["core_wait_share"] == 0.5

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from analysis.load import load_run
 from experiments.cli import main
 from experiments.configuration.compose import compose_config
 from experiments.wiring.unused import unused_settings, without_classes
@@ -109,6 +110,9 @@ def test_a_run_says_that_its_trace_has_one_class(stream, tmp_path, capsys):
     for name, options in (("one", one), ("two", [*one, label])):
         assert main(["run", *latest(*options, f"hydra.run.dir={tmp_path / name}")]) == 0
         assert (said in capsys.readouterr().out) is (name == "one")
+        notes = load_run(tmp_path / name).notes
+        assert any(note.startswith(said) for note in notes) is (name == "one")
+        assert all(note in (tmp_path / name / "run.log").read_text() for note in notes)
 
 
 SWAPS = ("scheduler.preemption=swap",)

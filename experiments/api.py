@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import os
 import shlex
 import shutil
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
+from multiprocessing import parent_process
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from analysis.load import Run, require_path
 from analysis.measures.checks import failures
@@ -33,7 +36,7 @@ from testbed.traces.readers import read_trace
 from testbed.traces.schema import Trace
 from testbed.traces.stream import StreamedTrace
 
-_TEMPORARY: set[Path] = set()  # folders that are deleted when Python exits
+_TEMPORARY: set[Path] = set()  # folders that this process deletes, when it exits at the latest
 TraceLike = Trace | str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
 
@@ -44,8 +47,8 @@ def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **s
     keys of the `trace` group as one dict, such as {"name": "synthetic", "rate": 8}. settings: the configuration's
     groups, by option name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}; a class of your
     own: cost={"_target_": "mine.Cost", "base_us": 7}. folder: the run folder; the default is a new temporary folder,
-    deleted when Python exits (give one where a worker process calls this). Raises TestbedError with a one-line message,
-    and KeyboardInterrupt. A failed check of the records is a RuntimeWarning. Threads take turns.
+    deleted with the Run, or when Python exits (give one where a worker process returns a Run). Raises TestbedError with
+    a one-line message, and KeyboardInterrupt. A failed check of the records is a RuntimeWarning. Threads take turns.
     """
     given = settings.get("backend", "sim")
     if (given.get("name") if isinstance(given, Mapping) else given) in ("real", "vllm"):
@@ -106,7 +109,20 @@ def _run(trace: TraceLike, folder: str | PathLike[str] | None, settings: dict[st
         raise KeyboardInterrupt(result.message) if is_interrupted else TestbedError(result.message)
     for sentence in [*([result.message] if result.message else []), *failures(result.summary["checks"])]:
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)
-    return Run(result.folder, result.config, result.manifest)
+    if folder is not None:
+        return Run(result.folder, result.config, result.manifest)
+    run = _TemporaryRun(result.folder, result.config, result.manifest)
+    weakref.finalize(run, _delete, target.parent).atexit = False  # `_delete_temporary` is called then
+    return run
+
+
+class _TemporaryRun(Run):
+    """A run whose folder is deleted with it."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if parent_process() is not None and self.path.parent in _TEMPORARY:  # who gets the copy would find no folder
+            raise RunFolderError(f"{self.path} is deleted with this worker's run; give simulate a folder")
+        return super().__reduce_ex__(protocol)
 
 
 def _until_the_end() -> Path:
@@ -118,8 +134,17 @@ def _until_the_end() -> Path:
 
 @atexit.register
 def _delete_temporary() -> None:
-    for folder in _TEMPORARY:
+    for folder in [*_TEMPORARY]:
+        _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    if folder in _TEMPORARY:  # else it is kept, or another process's
+        _TEMPORARY.discard(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+os.register_at_fork(after_in_child=_TEMPORARY.clear)
 
 
 def _rows(trace: Trace | str | PathLike[str] | Iterable[Mapping[str, Any]]) -> Trace:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,10 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import analysis
-from analysis.load import load_run
+from analysis.load import Run, load_run
 from experiments import find_capacity, replay, simulate
 from experiments.configuration.compose import _composed, compose_raw
-from testbed.errors import ConfigError, TestbedError
+from testbed.errors import ConfigError, RunFolderError, TestbedError
 from testbed.traces.generators import SyntheticConfig, generate
 from tests.experiments.kit import TINY, Say, manifest_of, trace_of, write_rows
 
@@ -207,6 +210,28 @@ def test_without_a_folder_nothing_is_left_when_python_ends(tmp_path: Path) -> No
     made = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert made.stdout.startswith(str(tmp_path / "tmp" / "testbed-"))
     assert not list((tmp_path / "tmp").glob("testbed-*"))
+
+
+def test_a_temporary_folder_goes_with_its_run_in_the_process_that_made_it() -> None:
+    run = simulate(ROWS, **SMALL)
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        assert pool.submit(_same, run).result().path == run.path, "a copy ends in the worker, and its folder does not"
+        assert pool.submit(_total, ROWS).result() == run.summary["num_requests"]
+        with pytest.raises(RunFolderError, match="is deleted with this worker's run; give simulate a folder"):
+            pool.submit(simulate, ROWS, **SMALL).result()
+    folder = run.path
+    assert load_run(folder).summary == run.summary
+    del run
+    gc.collect()
+    assert not folder.parent.exists()
+
+
+def _same(run: Run) -> Run:
+    return run
+
+
+def _total(rows: list[dict[str, Any]]) -> int:
+    return int(simulate(rows, **SMALL).summary["num_requests"])
 
 
 def test_plots_are_there_after_import_analysis() -> None:

@@ -232,9 +232,9 @@ def test_a_profile_is_of_what_vllm_computed_in(run: Run, monkeypatch: pytest.Mon
 
 
 def test_a_model_without_a_price_is_told_of_as_in_an_import(run: Run, tmp_path: Path) -> None:
-    run(architectures=["GemmaForCausalLM"]).success()
+    run(architectures=["FalconForCausalLM"]).success()
     manifest = load_run(tmp_path / "run").manifest
-    assert "has no price here: GemmaForCausalLM is none of" in manifest["unpriced"]
+    assert "has no price here: FalconForCausalLM is none of" in manifest["unpriced"]
     assert manifest["no_profile"] == manifest["unpriced"]
     assert not (tmp_path / "run" / "profile.parquet").exists()
 

@@ -18,7 +18,8 @@ from testbed.foreign_text import unknown, visible
 from testbed.traces.frozen import freeze_trace
 from testbed.traces.readers import READERS, open_trace
 from testbed.traces.readers.open_text import format_suffix
-from testbed.traces.readers.own import OWN, check_columns
+from testbed.traces.readers.own import OWN
+from testbed.traces.readers.own_log import check_columns, check_where
 from testbed.traces.schema import TraceSource
 from testbed.traces.serialize import write_jsonl
 from testbed.traces.stream import CountedTrace
@@ -207,10 +208,16 @@ def _open(options: argparse.Namespace) -> TraceSource:
         if options.format != "sharegpt":
             raise ConfigError(f"--tokenizer goes with sharegpt only, not with {options.format}; leave it out")
         more["tokenizer"] = load_tokenizer(options.tokenizer)
-    if options.columns is not None:
+    for name, check in (("columns", check_columns), ("where", check_where)):
+        text = getattr(options, name)
+        if text is None:
+            continue
+        from experiments.configuration.grammar import parsed  # not at the top: seldom needed
+
         if options.format not in OWN:
-            raise ConfigError(f"--columns goes with {', '.join(OWN)}, not with {options.format}")
-        more["columns"] = _columns(options.columns)
+            raise ConfigError(f"--{name} goes with {', '.join(OWN)}, not with {options.format}")
+        more[name] = parsed(f"trace.{name}={text}").value()
+        check(more[name])
     if options.limit is not None:
         require_whole("--limit", options.limit, 1)
     from experiments.wiring.traces import reading
@@ -219,21 +226,15 @@ def _open(options: argparse.Namespace) -> TraceSource:
         return open_trace(options.format, options.file, options.limit, **more)
 
 
-def _columns(text: str) -> dict[str, str]:
-    """Returns the mapping of a text as trace.columns takes it. Raises ConfigError."""
-    from experiments.configuration.grammar import parsed
-
-    columns: Any = parsed(f"trace.columns={text}").value()
-    check_columns(columns)
-    return dict(columns)
-
-
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("format", help=", ".join(_FORMATS))
     parser.add_argument("file", type=Path)
     parser.add_argument("--limit", type=int, help="read at most this many rows")
     parser.add_argument(
         "--columns", help="csv, jsonl, parquet: as trace.columns, '{arrival_time: <its name there>, …}'"
+    )
+    parser.add_argument(
+        "--where", help="csv, jsonl, parquet: as trace.where, '{<a name there>: <value or list>, …}': the rows to keep"
     )
     parser.add_argument("--tokenizer", help="sharegpt: a local folder with a tokenizer")
 

@@ -66,13 +66,15 @@ class OwnTraceConfig(TraceConfig):
     """Keys of `trace=csv`, `jsonl` and `parquet`, in addition to those of every trace file."""
 
     columns: Any = None  # {our field: its name in the file}, as {arrival_time: ts}; null: they have our names
+    where: Any = None  # {name in the file: value or values}, as {status: 200}: other rows are left out; null: none is
 
     def __post_init__(self) -> None:
         TraceConfig.__post_init__(self)
-        if self.columns is not None:
-            from testbed.traces.readers.own import check_columns  # not at the top: most traces have none
+        if self.columns is not None or self.where is not None:
+            from testbed.traces.readers.own_log import check_columns, check_where  # not at the top: most have neither
 
-            check_columns(self.columns)
+            check_columns({} if self.columns is None else self.columns)
+            check_where({} if self.where is None else self.where)
 
 
 @dataclass(frozen=True, slots=True)

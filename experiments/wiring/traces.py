@@ -202,7 +202,7 @@ def _reader_options(settings: TraceConfig, values: dict[str, Any]) -> dict[str, 
     if isinstance(settings, MooncakeTraceConfig):
         return {"spread_batches": settings.spread_batches}
     if isinstance(settings, OwnTraceConfig):
-        return {"columns": settings.columns}
+        return {"columns": settings.columns, "where": settings.where}
     if isinstance(settings, ShareGPTTraceConfig):
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
         return {"tokenizer": tokenizer, "max_turns": settings.max_turns}

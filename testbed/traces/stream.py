@@ -36,7 +36,7 @@ class StreamedTrace:
     Iterating raises OutOfOrderError at a row that is earlier than the one before it, TraceError on no rows, with
     the message `nothing`, and at an arrival beyond MAX_NS.
 
-    For `whole`, which sorts: unordered yields the rows where `make` cannot bring them into a session's order. counted
+    unordered: for `whole`, which sorts: yields the rows where `make` cannot bring them into a session's order. counted:
     returns the notes instead of `notes`, with the numbers that are known after all rows were made.
     """
 

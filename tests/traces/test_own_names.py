@@ -18,7 +18,7 @@ from testbed.errors import ConfigError, TraceError
 from testbed.traces.fingerprint import fingerprint
 from testbed.traces.frozen import freeze_trace
 from testbed.traces.readers import open_trace, read_trace
-from testbed.traces.readers.own import check_columns
+from testbed.traces.readers.own_log import check_columns
 from tests.traces.kit import S, check_refused, json_lines, write
 
 COLUMNS = {

@@ -295,7 +295,7 @@ BAD_ROWS = [
     ({**GOOD, "priority": "high"}, "field 'priority' is 'high'; expected a whole number"),
     ({**GOOD, "cancel_after": -1}, "field 'cancel_after' is -1"),
     ({**GOOD, "turn": 0}, "field 'session_id' is absent; expected it beside 'turn'"),
-    ({**GOOD, "session_id": "s"}, "field 'turn' is absent; expected it beside 'session_id'"),
+    ({**GOOD, "session_id": "s", "think_time": 1}, "'turn' is absent; expected it beside 'session_id' and"),
     ({**GOOD, "session_id": "s", "turn": -1}, "field 'turn' is -1; expected a whole number from 0"),
     ({**GOOD, "think_time": 1}, "field 'think_time' is given outside a session"),
     ({**GOOD, "session_id": "s", "turn": 0, "think_time": 1}, "the first turn of session 's' .* has a think_time"),

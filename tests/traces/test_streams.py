@@ -198,7 +198,12 @@ def test_files_are_the_same_read_whole_and_row_by_row(tmp_path, name, text):
         (["0,5,x,1", "1,5,x,3"], r"a\.csv:3: turn 3 of session 'x' follows turn 1; .*; set trace\.stream=false"),
         (["1,5,x,2", "2,5,x,1"], r"a\.csv:3: turn 1 of session 'x' follows turn 2"),
         (["0,5,,", "1,0,,"], r"a\.csv:3: field 'prompt_tokens' is '0'"),
-        (["0,5,x,"], r"a\.csv:2: field 'turn' is absent; expected it beside 'session_id'"),
+        (["0,5,x,1", "1,5,x,"], r"a\.csv:3: field 'turn' is absent; expected it beside 'session_id' in all rows"),
+        (["0,5,x,", "1,5,y,1"], r"a\.csv:3: field 'turn' is given; expected it beside 'session_id' in all rows"),
+        (
+            ["1,5,x,", "0,5,x,"],
+            r"a\.csv:3: a row of session 'x' follows one that .*; set trace\.stream=false",
+        ),
         ([], "no requests; expected at least one row"),
     ],
 )

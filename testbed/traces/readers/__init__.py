@@ -3,6 +3,7 @@ are read. `read_trace` returns the whole trace, `open_trace` what suits its size
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ def open_trace(
         if stream:
             raise OutOfOrderError(f"{error}; set trace.stream=false: the file is then read whole and sorted") from None
         return whole(source)
-    return source.derived(lambda: iter(source), None, num_requests)
+    notes = source.notes if source.counted is None else tuple(source.counted())
+    return replace(source.derived(lambda: iter(source), None, num_requests), notes=notes)
 
 
 def _is_large(format_name: str, path: str | Path, limit: int | None) -> bool:

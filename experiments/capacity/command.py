@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
         lines.append(f"note: {folder} has the brackets of --tolerance {found.tolerance:g}, finer than asked for")
     _write(found, lines, shlex.join(["testbed", "capacity", *arguments]))
     print("\n".join(lines))
-    print(f"\nwrote {folder / TEXT}, {FIGURE}.png, {TABLE}")
+    print(f"\nwrote {folder / TEXT}, {RESULT}, {FIGURE}.png, {TABLE}")
     missing = [f"{name} {DOES_NOT_FIT}: {reason}" for name, reason in found.unfit.items()]
     missing += [reason for one in found.found if (reason := without_capacity(one))]
     if missing:

@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
             write_page(options.page, options.arguments, found.page)
         if options.out is not None:
             _write(options, text, found)
-            text += f"\n\nwrote {options.out / TEXT}, {FIGURE}.png"
+            text += f"\n\nwrote {options.out / TEXT}, {RESULT}, {FIGURE}.png"
             text += "" if read.study else f"; the runs: testbed report {options.out / RUNS}"
     print(text)
     return 0

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from analysis.measures.slo import LIMITS
 from experiments import find_capacity
 from experiments.capacity import study
-from experiments.capacity.command import policies_table
+from experiments.capacity.command import OVERLOAD, policies_table
 from experiments.capacity.found import Capacity
 from testbed.errors import ConfigError, RunFolderError
 from tests.experiments.capacity_kit import BUSY, ends
+from tests.experiments.documented_files import DOCS, check_keys
 from tests.experiments.kit import Say
 
 
@@ -225,6 +228,11 @@ def test_seeds_are_searched_each_and_policies_compared_by_them(searched: Capacit
     result = json.loads((tmp_path / "a" / "capacity.json").read_text())
     first, base = result["policies"]
     assert (result["baseline"], base["change"]) == ("sarathi", None)
+    check_keys("capacity.md", "### `capacity.json`", result)
+    check_keys("capacity.md", "### `points.csv`", dict.fromkeys(pd.read_csv(tmp_path / "a" / "points.csv")))
+    told = "".join(line for line in (DOCS / "capacity.md").read_text().splitlines() if "`fails_first`" in line)
+    assert set(re.findall(r"`(\w+)`", told)) - {"policies", "fails_first"} == {*LIMITS, *OVERLOAD, "unfinished"}
+    assert f"\nwrote {tmp_path / 'a' / 'capacity.md'}, capacity.json, capacity.png, points.csv\n" in said.out
     for policy, found in zip(result["policies"], searched.found, strict=True):
         each = [one["capacity"] for one in policy["seeds"]]
         kept = searched.points.query("policy == @found.arm.name and kept").groupby("seed")["rate"].apply(list)

@@ -21,6 +21,7 @@ from experiments.fidelity.outputs import renewed
 from experiments.fidelity.simulating import simulate
 from testbed.traces.readers.own import read_jsonl
 from tests.analysis.runs import change_columns, change_manifest
+from tests.experiments.documented_files import check_keys
 from tests.experiments.fidelity_kit import (
     FEW,
     FILE,
@@ -142,6 +143,7 @@ def test_repeats_say_how_much_the_engine_varies_and_policies_are_ranked(base, tm
     found = compared(tmp_path, runs / "first", runs / "again", runs / "late")
     assert [load["name"] for load in found["loads"]] == ["first", "late"]
     assert found["loads"][0]["repeats"] == ["again"]
+    check_keys("fidelity.md", "### `fidelity.json`", found, besides=("fit", "loads.second_half"))
     assert found["loads"][0]["noise"]["ttft_s.mean"] == pytest.approx(0.25, abs=0.01)
     errors = {row["metric"]: row["real"] for row in found["loads"][0]["errors"]}
     means = [
@@ -152,7 +154,9 @@ def test_repeats_say_how_much_the_engine_varies_and_policies_are_ranked(base, tm
     row = next(row for row in ranking["metrics"] if row["metric"] == "ttft_s.p99")
     assert row["num_policies"] == 2
     assert (row["num_told_apart"], row["winner_is_clear"]) == (0, False), "they are less apart than equal runs are"
-    assert "spread %" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "spread %" in said
+    assert f"\nwrote {tmp_path / 'out' / 'fidelity.md'}, fidelity.json, fidelity.png; the runs: " in said
 
 
 def slower_ttft(folder: Path, factor: float) -> None:

@@ -14,6 +14,7 @@ from experiments.fidelity import comparing, fitting
 from testbed.traces.arrange import arrange
 from testbed.traces.readers.own import read_jsonl
 from tests.analysis.runs import change_columns
+from tests.experiments.documented_files import check_keys
 from tests.experiments.fidelity_kit import (
     ENGINE,
     FEW,
@@ -41,6 +42,7 @@ def fitted(folder: Path, *arguments: object) -> dict:
 
 def test_a_planted_overhead_is_recovered_and_the_second_half_judges_it(tmp_path):
     found = fitted(ran(tmp_path / "planted", PLANTED_NS, trace=FEW).path)
+    check_keys("fidelity.md", "### `fidelity.json`", found, besides=("rankings",))
     assert found["fit"]["given"] == {HOST: GIVEN_NS}
     assert found["fit"]["fitted"][HOST] == pytest.approx(PLANTED_NS, rel=0.02)
     halves = found["loads"][0]["second_half"]

@@ -16,6 +16,7 @@ from experiments.fidelity.outputs import BEGIN, END
 from experiments.fidelity.simulating import composed, described
 from experiments.fidelity.study import OURS, read_study, trace_of
 from experiments.fidelity.study_report import Score, Simulated, lowest_lines, page_lines, study_lines
+from tests.experiments.documented_files import check_keys
 from tests.experiments.fidelity_kit import compared, error_line, fidelity, ran, result
 from tests.experiments.measured_files import study, study_file
 
@@ -50,6 +51,7 @@ def test_a_planted_factor_is_found_in_the_first_stage_and_the_second_judges_it(t
     study_file(tmp_path, planted)
     more = ["--fit", "kernels", "--beside", "device.gemm_floor_ns=5000"]
     found = compared(tmp_path, file, *overrides, *more)
+    check_keys("fidelity.md", "### `fidelity.json` of a study", found)
     plain, beside = found["fits"]
     assert plain["who"] == "this simulator, kernels fitted"
     assert beside["who"] == "this simulator, device.gemm_floor_ns=5000, kernels fitted"

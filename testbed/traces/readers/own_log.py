@@ -89,8 +89,10 @@ class Log:
 
     def __iter__(self) -> Iterator[Record]:
         self._begin()
-        for place, fields in islice(_renamed(self._chosen(), self._columns), self._limit):
-            self._names.update(dict.fromkeys(fields))
+        chosen = self._chosen() if self._kept else self._read()
+        for place, fields in islice(_renamed(chosen, self._columns), self._limit):
+            if not self._names.keys() >= fields.keys():
+                self._names.update(dict.fromkeys(fields))
             yield place, fields
 
     def _chosen(self) -> Iterator[Record]:

@@ -206,8 +206,9 @@ def test_a_rate_that_did_not_come_and_a_pool_that_cannot_be_are_told(tmp_path: P
     (load,) = [text for text in told if text.startswith("Load, ")]
     assert "requests a second came: trace.rate=20 is the mean of trace.arrival=diurnal over all time" in load
     assert load.endswith("(the first of 2 runs that say so)")
-    (pool,) = [text for text in told if text.startswith("Step times, ")]
+    pool, kernels = [text for text in told if text.startswith("Step times, ")]
     assert "cache.num_gpu_blocks=1000000 and the weights take" in pool
+    assert "nobody timed kernels of h100 as it is here" in kernels, "its floors are not the library's"
 
 
 def test_p99_of_a_few_requests_and_aborted_ones_are_told(tmp_path: Path) -> None:

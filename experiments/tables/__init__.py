@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experiments.console import Parser
 from testbed.errors import ConfigError
-from testbed.foreign_text import unknown
+from testbed.foreign_text import unknown, visible
 from testbed.specs.operator_tables import OperatorTables, read_operator_tables, write_operator_tables
 
 USAGE = """usage: testbed tables <command> ...
@@ -72,6 +72,8 @@ def _import(arguments: list[str]) -> int:
 
 
 def _read_source(options: argparse.Namespace) -> OperatorTables:
+    from experiments.tables.devices import device_spec
+
     if options.source in _NOT_OPERATORS:
         raise ConfigError(f"{_NOT_OPERATORS[options.source]}; see docs/tables.md")
     if options.source not in SOURCES:
@@ -92,6 +94,11 @@ def _read_source(options: argparse.Namespace) -> OperatorTables:
 
         if options.folder is None or options.device is None:
             raise ConfigError("own needs a CSV and the device that was measured: own <file>.csv --device <name>")
+        if device_spec(options.device, options.config_dir) is None:
+            raise ConfigError(
+                f"--device is {visible(options.device)!r}, which is none of `testbed list device`; one of your own is "
+                "device/<name>.yaml in a folder for --config-dir"
+            )
         return own.read(options.folder, options.device)
     if options.folder is None or not options.folder.is_dir():
         where = "no folder is given" if options.folder is None else f"there is no folder {options.folder}"

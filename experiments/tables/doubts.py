@@ -62,7 +62,7 @@ def _of_operator(operator: str, rows: pd.DataFrame, spec: DeviceSpec | None) -> 
         off = np.max([_off_neighbours(points, axis) for axis in axes], axis=0)
         falls = np.max([_falling(points, axis) for axis in axes], axis=0)
         fast = np.zeros(len(points))
-        if spec is not None and has_bound(operator, str(dtype)):
+        if spec is not None and has_bound(operator, str(dtype), spec):
             fast = _too_fast(label, some, points, operator, spec)
         num_again, num_off, num_falls = num - len(points), int((off > OFF).sum()), int((falls > 1 / FALLS).sum())
         num_fast = int((fast > 1.0).sum())
@@ -94,7 +94,7 @@ def _too_slow(rows: pd.DataFrame, spec: DeviceSpec) -> Iterator[tuple[int, str]]
     """A doubt if the median of all large GEMMs takes many times the data sheet's time."""
     factors: list[float] = []
     for dtype, some in rows.groupby("dtype"):
-        if has_bound("gemm", str(dtype)):
+        if has_bound("gemm", str(dtype), spec):
             bound = bounds_ns("gemm", some, spec)
             large = bound > _LEAST_SLOW_NS
             factors += (some["time_ns"].to_numpy()[large] / bound[large]).tolist()
@@ -174,7 +174,7 @@ def check_units(tables: OperatorTables, spec: DeviceSpec) -> None:
     wrong. `checked` does so too, and takes seconds for large tables."""
     for operator in OPERATORS:
         for dtype, rows in tables.select(operator).to_pandas().groupby("dtype"):
-            if has_bound(operator, dtype):
+            if has_bound(operator, dtype, spec):
                 _check_unit(f"{operator} {dtype}", bounds_ns(operator, rows, spec), rows["time_ns"].to_numpy(), spec)
 
 

@@ -53,7 +53,7 @@ def operator_figure(tables: OperatorTables, operator: str, model: ModelSpec, she
     axis, says, _ = _AXES[operator]
     lines = list(_lines(rows, operator, model))
     dtype = str(rows["dtype"].iloc[0])
-    has_sheet = sheet is not None and has_bound(operator, dtype)
+    has_sheet = sheet is not None and has_bound(operator, dtype, sheet)
     labels = [label for label, _ in lines]
     with style.styled():
         figure, axes = style.grid(1, 2 if has_sheet else 1, 3.1 + style.legend_height(labels))

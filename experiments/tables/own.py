@@ -1,7 +1,7 @@
 """Tables of one's own: a CSV with a row for each measured point, and columns as in OPERATOR_COLUMNS.
 
 Needed are `operator`, the sizes that it has (SIZES), and the time as `time_ns`, `time_us` or `time_ms`. `dtype` and
-`kv_dtype` are bfloat16 if there is no such column, `kernel`, `engine`, `source` and `licence` may be left out too.
+`kv_dtype` are bfloat16 if they are left out, or empty; `kernel`, `engine`, `source` and `licence` may be left out too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from experiments.tables.columns import UNIT_NS, rows_of
 from experiments.tables.csv_table import CsvTable
@@ -37,11 +38,13 @@ def read(file: Path, device: str) -> OperatorTables:
             continue
         if kind == "string":
             texts = table.texts(name)
-            columns[name] = pa.array(texts, mask=texts == "")
+            given = pa.array(texts, mask=texts == "")
+            columns[name] = pc.coalesce(given, columns[name])
         else:
             sizes = table.numbers(name, may_be_empty=True)
             is_empty = np.isnan(sizes)
-            table.refuse_where(~is_empty & (sizes != np.floor(sizes)), name, "a whole number")
+            is_whole = (sizes == np.floor(sizes)) & (np.abs(sizes) <= 2**53)
+            table.refuse_where(~is_empty & ~is_whole, name, "a whole number, up to 2^53")
             columns[name] = pa.array(np.nan_to_num(sizes).astype(np.int64), mask=is_empty)
     rows = rows_of(table.num_rows, **columns)
     check_rows(rows, str(file))

@@ -18,8 +18,10 @@ _BYTES = {**KV_DTYPE_BYTES, "fp8_block": 1}
 _WITHOUT = ("host", "sampler")
 
 
-def has_bound(operator: str, dtype: str) -> bool:
-    return operator not in _WITHOUT and (operator in ("all_reduce", "all_gather") or dtype in _BYTES)
+def has_bound(operator: str, dtype: str, spec: DeviceSpec) -> bool:
+    if operator in ("all_reduce", "all_gather"):
+        return spec.interconnect != "none"
+    return operator not in _WITHOUT and dtype in _BYTES
 
 
 def bounds_ns(operator: str, rows: pd.DataFrame, spec: DeviceSpec) -> FloatArray:

@@ -80,7 +80,7 @@ def _fp8_products(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
         return f"{100 * np.median(np.abs(times(share) / ns[many] - 1)):.0f} % off in the median"
 
     start = (spec.fp8_efficiency or 0.5,)
-    (share,) = _minimized(lambda x: _loss(times(float(min(max(abs(x[0]), 1e-6), 1.0))), ns[many]), start)
+    share = _share(_minimized(lambda x: _loss(times(_share(x[0])), ns[many]), start)[0])
     return [
         f"FP8 products of {_MANY_ROWS[0]} to {_MANY_ROWS[1]:,} rows, with the quantisation of their inputs, fit "
         f"fp8_efficiency={share:.2g} (device={spec.name} has {spec.fp8_efficiency:g}: {error(spec.fp8_efficiency)}; "
@@ -93,20 +93,25 @@ def _all_reduces(tables: OperatorTables, spec: DeviceSpec) -> list[str]:
     rows = tables.select("all_reduce").to_pandas()
     is_one = rows["num_bytes"].between(*_MESSAGES) & ~rows["kernel"].str.endswith(_TIMED_WITH_LAUNCHES)
     best = rows[is_one].groupby(["num_bytes", "num_ranks"])["time_ns"].min()
-    if len(best) < _MIN_POINTS or spec.is_over_pcie:
+    if len(best) < _MIN_POINTS or spec.interconnect not in ("nvlink", "xgmi"):
         return []
     points: list[tuple[int, int]] = best.index.tolist()
 
     def loss(x: FloatArray) -> float:
-        device = replace(spec, interconnect_efficiency=float(abs(x[0])))
+        device = replace(spec, interconnect_efficiency=_share(x[0]))
         links = {size: collectives_of(size, device) for _, size in points}
         return _loss(np.array([links[size].all_reduce_ns(num_bytes) for num_bytes, size in points]), best.to_numpy())
 
-    (share,) = _minimized(loss, (spec.interconnect_efficiency,))
+    share = _share(_minimized(loss, (spec.interconnect_efficiency,))[0])
     return [
         f"all-reduces of {_MESSAGES[0] >> 10} KB to {_MESSAGES[1] >> 20} MB fit interconnect_efficiency={share:.2g} "
         f"(device={spec.name} has {spec.interconnect_efficiency:g})"
     ]
+
+
+def _share(x: float) -> float:
+    """The nearest share that a device may have: the search may try any number."""
+    return float(min(max(abs(x), 1e-6), 1.0))
 
 
 def _loss(ns: FloatArray, measured: FloatArray) -> float:

@@ -284,10 +284,7 @@ def _measured(
     from sim.cost.measured import measure
 
     if source.file is not None:
-        from experiments.tables.doubts import check_units
-
         tables = of_engine(read_operator_tables(source.file), source.engine, source.version, source.file)
-        check_units(tables, device)  # no import of ours may have written the file
     else:
         from experiments.tables.aiconfigurator import load
 
@@ -298,6 +295,10 @@ def _measured(
             f"cost.path: {source.file} has tables of {tables.device}, and the run's device is {device.name}; choose "
             f"device={tables.device}, or import tables of {device.name}"
         )
+    if source.file is not None:  # no import of ours may have written it
+        from experiments.tables.doubts import check_units
+
+        check_units(tables, device_spec(device.name) or device)  # of the device as measured, whatever a run changes
 
     def make(of: ModelSpec, ranks: int) -> RooflineCost:
         layout = KVLayout(kv_dtype=kv_dtype, sliding_window=window)

@@ -61,6 +61,7 @@ def test_points_of_a_csv_price_a_device_of_ones_own(tmp_path: Path, say: Say) ->
         (0, HEADER.replace("operator", "kind"), "lacks the column 'operator'"),
         (1, "gem,1,2,3,,,,,,,7", "mine.csv:2: operator is 'gem'; expected one of gemm, "),
         (1, "gemm,1.5,2,3,,,,,,,7", "mine.csv:2: m is '1.5'; expected a whole number"),
+        (1, "gemm,1e30,2,3,,,,,,,7", "mine.csv:2: m is '1e30'; expected a whole number"),
         (1, "gemm,,2,3,,,,,,,7", "row 0: m is null; expected at least 1: gemm needs it"),
         (1, "gemm,1,2,3,,,,,,,0", "mine.csv:2: time_us is '0'; expected us, from 0.1 to"),
     ],
@@ -82,6 +83,44 @@ def test_times_a_thousand_times_too_short_are_refused(tmp_path: Path, say: Say) 
     assert "in the right unit?" in say("tables", "import", *arguments, "--out", str(tmp_path / "o.parquet")).error()
 
 
+def test_empty_types_are_as_left_out(tmp_path: Path, say: Say) -> None:
+    lines = rows()
+    lines = [f"{lines[0]},dtype,kv_dtype", f"{lines[1]},fp8,", *(f"{line},," for line in lines[2:])]
+    say("tables", "import", *files(tmp_path, lines), "--out", str(tmp_path / "o.parquet")).success()
+    tables = read_operator_tables(tmp_path / "o.parquet")
+    assert tables.select("gemm")["dtype"].to_pylist() == ["fp8"] + ["bfloat16"] * (len(GEMMS) - 1)
+    assert {*tables.select("attention_decode")["kv_dtype"].to_pylist()} == {"bfloat16"}
+    assert tables.select("gemm")["kv_dtype"].null_count == len(GEMMS)
+
+
+def imported_all_reduces(folder: Path, say: Say, *device: str) -> str:
+    """Imports all-reduces at 333 GB/s; returns the file."""
+    lines = [f"all_reduce,{i}0000000,2,{30 * i}" for i in range(1, 20)]
+    (folder / "a.csv").write_text("\n".join(["operator,num_bytes,num_ranks,time_us", *lines, ""]))
+    out = folder / "a.parquet"
+    say("tables", "import", "own", str(folder / "a.csv"), "--device", *device, "--out", str(out)).success()
+    return str(out)
+
+
+def test_collectives_of_a_device_that_names_no_interconnect_have_no_bound(tmp_path: Path, say: Say) -> None:
+    option(tmp_path, "device/alone", "defaults: [mi300x, _self_]\ninterconnect: none\ninterconnect_bytes_per_s: 0\n")
+    known = ("--config-dir", str(tmp_path))
+    file = imported_all_reduces(tmp_path, say, "alone", *known)
+    shown = say("tables", "show", file, *known, "--plot", str(tmp_path / "figure")).success()
+    assert "interconnect_efficiency" not in shown
+    few = ("cost=tables", f"cost.path={file}", "trace.num_requests=2", f"hydra.run.dir={tmp_path / 'run'}")
+    say("run", *known, "device=alone", *few).success()
+
+
+def test_a_run_with_another_interconnect_does_not_take_measured_times_for_wrong(tmp_path: Path, say: Say) -> None:
+    few = ("cost=tables", f"cost.path={imported_all_reduces(tmp_path, say, 'h100')}", "trace.num_requests=2")
+    said = say("run", "device=h100", "device.interconnect=pcie_host", *few, f"hydra.run.dir={tmp_path / 'run'}")
+    assert "device.interconnect changes only what tables lack" in said.success()
+
+
 def test_what_it_needs_is_said(tmp_path: Path, say: Say) -> None:
     error = say("tables", "import", "own", "--out", str(tmp_path / "o.parquet")).error()
     assert "own needs a CSV and the device that was measured: own <file>.csv --device <name>" in error
+    arguments = files(tmp_path, rows())[:-2]
+    error = say("tables", "import", *arguments, "--out", str(tmp_path / "o.parquet")).error()
+    assert "--device is 'mine', which is none of `testbed list device`; one of your own is device/<name>.yaml" in error

@@ -49,6 +49,16 @@ def test_planted_terms_are_found() -> None:
     assert term_lines(OperatorTables("h100", "ours", rows[0].slice(0, 10)), spec) == []
 
 
+@pytest.mark.parametrize(("us_per_mb", "share"), [(1e9, "1e-06"), (1e-9, "1")])
+def test_a_term_is_one_that_a_device_may_have(us_per_mb: float, share: str) -> None:
+    messages = [2**i for i in range(17, 27) for _ in range(2)]
+    columns = {"num_bytes": messages, "num_ranks": [2, 4] * 10}
+    times = [us_per_mb * num_bytes / 1e3 + 1 for num_bytes in messages]
+    rows = table("all_reduce", columns, times, kernel="k", dtype="bfloat16")
+    (line,) = term_lines(OperatorTables("h100", "ours", rows), compose_config(["device=h100"]).device)
+    assert f" fit interconnect_efficiency={share} " in line
+
+
 def test_the_efficiency_of_fp8_products_is_found() -> None:
     h100 = compose_config(["device=h100"]).device
     points = [(m, n, k) for m in (128, 512, 4096, 8192) for n in (4096, 14336) for k in (2048, 4096, 8192)]

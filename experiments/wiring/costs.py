@@ -181,13 +181,15 @@ def unread_settings(config: RunConfig) -> list[str]:
         notes += without_effect("cost", cost, ("max_captured_size", "max_captured_tokens", "graph_launch_ns"), why)
     if not filters(config.sampling):
         notes += without_effect("cost", cost, ("filtering",), "sampling that has no top_k or top_p to apply")
+    idle: list[tuple[str, tuple[str, ...], str]] = []  # of the cost model, of the device, with what they are
     if config.model.dtype != "fp8":
-        notes += without_effect("cost", cost, ("fp8_gemms",), "weights of more than 8 bits")
+        idle.append(("fp8_gemms", ("fp8_efficiency",), "weights of more than 8 bits"))
     if config.tensor_parallel_size == 1:
-        one = "device.tensor_parallel_size=1"
-        notes += without_effect("cost", cost, ("logits",), one)
-        links = [] if isinstance(cost, TablesConfig) else unlike_the_library(config.device, _OF_RANKS)
-        notes += [f"device.{name} has no effect with {one}" for name in links]
+        idle.append(("logits", _OF_RANKS, "device.tensor_parallel_size=1"))
+    for name, of_device, why in idle:
+        notes += without_effect("cost", cost, (name,), why)
+        changed = [] if isinstance(cost, TablesConfig) else unlike_the_library(config.device, of_device)
+        notes += [f"device.{field} has no effect with {why}" for field in changed]
     return notes
 
 
@@ -198,7 +200,8 @@ def kernels_of(config: RunConfig) -> str | None:
         return None
     device = config.device
     is_timed = device_spec(device.name) is not None and device.name not in ESTIMATED
-    changed = [name for name in unlike_the_library(device, MEASURED_FIELDS) if not name.startswith("interconnect")]
+    apart = ("interconnect",) if config.model.dtype == "fp8" else ("interconnect", "fp8_efficiency")
+    changed = [name for name in unlike_the_library(device, MEASURED_FIELDS) if not name.startswith(apart)]
     return "measured" if is_timed and not changed else "estimated"
 
 

@@ -253,6 +253,8 @@ def test_ranks_on_a_device_that_names_no_interconnect_are_refused(tmp_path, say)
     [
         (("device=h100",), "fair", None),
         (("device=h100", "device.step_overhead_ns=9", "device.memory_bytes=90000000000"), "fair", None),
+        (("device=h100", "device.fp8_efficiency=0.3"), "fair", None),
+        (("device=h100", "device.fp8_efficiency=0.3", "model.dtype=fp8"), "poor", True),
         (("device=mi300x",), "poor", True),
         (("device=h100", "device.flops_per_s=2e15"), "poor", True),
         (("device=h100", "device.gemm_floor_ns=0", "device.kernel_floor_ns=0"), "poor", False),

@@ -191,7 +191,9 @@ def test_what_has_no_effect_is_said(tmp_path, capsys):
         (["model.dtype=fp8", "cost.fp8_gemms=w8a16"],
          ["FP8 weights are multiplied at 16 bits (w8a16), one byte read for each; "
           "cost.fp8_gemms chooses; backend=real has w8a16 (docs/models.md)"]),
-        (["cost.fp8_gemms=w8a16"], ["cost.fp8_gemms has no effect with weights of more than 8 bits"]),
+        (["cost.fp8_gemms=w8a16", "device.fp8_efficiency=0.3"],
+         ["cost.fp8_gemms has no effect with weights of more than 8 bits",
+          "device.fp8_efficiency has no effect with weights of more than 8 bits"]),
     )):  # fmt: skip
         assert main(["run", *latest("trace.num_requests=2", *options, f"hydra.run.dir={tmp_path / str(number)}")]) == 0
         notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]

@@ -280,7 +280,7 @@ def changed_sources(runs: Sequence[Run]) -> list[str]:
         return []
     return [
         f"Between the runs that are compared {fmt.listing(changed)} changed, and what looks like an arm's doing may be "
-        "that: run them again from one state."
+        "that: run them again from one state (versions to compare: from a folder each, and report on these folders)."
     ]
 
 

@@ -274,6 +274,8 @@ def test_two_versions_of_one_class_are_arms_named_by_their_folders(tmp_path):
         assert text.count("Baseline: rel1,") == 1
         assert "the arms differ in | version.name rel1/rel2" in text
         assert "changed, and what looks like" not in text
+    text = report_from_folders([tmp_path], tmp_path / "r.html").with_suffix(".md").read_text()
+    assert "versions to compare: from a folder each, and report on these folders" in text
     for run in folders[1].iterdir():
         change_manifest(run, identity={"config": run.name, "classes": {"mine": "False"}, "code": "a"})
     text = report_from_folders(folders, tmp_path / "same.html").with_suffix(".md").read_text()

@@ -59,8 +59,9 @@ def _of_operator(operator: str, rows: pd.DataFrame, spec: DeviceSpec | None) -> 
         label, num = f"{operator} {dtype}", len(some)
         points = _Points(some)
         axes = [name for name in SIZES[operator] if name not in _APART and (name != "n" or operator == "gemm")]
-        off = np.max([_off_neighbours(points, axis) for axis in axes], axis=0)
-        falls = np.max([_falling(points, axis) for axis in axes], axis=0)
+        none = np.zeros(len(points))  # the host's time has no size
+        off = np.max([none, *(_off_neighbours(points, axis) for axis in axes)], axis=0)
+        falls = np.max([none, *(_falling(points, axis) for axis in axes)], axis=0)
         fast = np.zeros(len(points))
         if spec is not None and has_bound(operator, str(dtype), spec):
             fast = _too_fast(label, some, points, operator, spec)

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from experiments.tables.columns import UNIT_NS, rows_of
 from experiments.tables.csv_table import CsvTable
 from testbed.errors import ProfileError
+from testbed.specs.model import KV_DTYPE_BYTES
 from testbed.specs.operator_tables import OPERATOR_COLUMNS, OPERATORS, OperatorTables, check_rows
 
 _TIMES = tuple(f"time_{unit}" for unit in UNIT_NS)
@@ -38,6 +39,8 @@ def read(file: Path, device: str) -> OperatorTables:
             continue
         if kind == "string":
             texts = table.texts(name)
+            if name.endswith("dtype"):
+                table.refuse_where(~np.isin(texts, ("", *KV_DTYPE_BYTES)), name, f"one of {', '.join(KV_DTYPE_BYTES)}")
             given = pa.array(texts, mask=texts == "")
             columns[name] = pc.coalesce(given, columns[name])
         else:

@@ -124,3 +124,14 @@ def test_what_it_needs_is_said(tmp_path: Path, say: Say) -> None:
     arguments = files(tmp_path, rows())[:-2]
     error = say("tables", "import", *arguments, "--out", str(tmp_path / "o.parquet")).error()
     assert "--device is 'mine', which is none of `testbed list device`; one of your own is device/<name>.yaml" in error
+
+
+def test_a_time_of_the_host_has_no_size(tmp_path: Path, say: Say) -> None:
+    arguments = files(tmp_path, ["operator,time_us", "host,50"])
+    assert "1 points of mine" in say("tables", "import", *arguments, "--out", str(tmp_path / "o.parquet")).success()
+
+
+def test_a_type_that_no_model_has_is_refused(tmp_path: Path, say: Say) -> None:
+    arguments = files(tmp_path, ["operator,dtype,m,n,k,time_us", "gemm,bf16,1,2,3,7"])
+    error = say("tables", "import", *arguments, "--out", str(tmp_path / "o.parquet")).error()
+    assert "mine.csv:2: dtype is 'bf16'; expected one of float32, bfloat16, float16, fp8" in error

@@ -52,7 +52,7 @@ BAD_ROWS: list[tuple[dict[str, Any], list[str]]] = [
     ({"output_tokens": 0}, ["output_tokens", "0"]),
     ({"output_tokens": -1}, ["output_tokens", "-1"]),
     ({"request_id": "first"}, ["first", "t.jsonl:1"]),  # used by the line before
-    ({"session_id": "s"}, ["turn"]),
+    ({"session_id": "s", "think_time": 1.0}, ["turn"]),
     ({"cancel_after": -1}, ["cancel_after"]),
 ]
 

@@ -86,9 +86,11 @@ class _Row(NamedTuple):
         return f"{against}: {self.change.metric.label} {interval_text(self.change)}"
 
 
-def check(gates: Sequence[Gate], groups: Sequence[Compared], arms: Sequence[str], page: Path) -> None:
-    """Raises GateError if a change is beyond a limit; else RunFolderError if a limit cannot be judged of an arm. arms:
-    the names of all. page: the report."""
+def check(
+    gates: Sequence[Gate], groups: Sequence[Compared], arms: Sequence[str], page: Path, *, num_left_out: int = 0
+) -> None:
+    """Raises GateError if a change is beyond a limit; else RunFolderError if a limit cannot be judged of an arm, or of
+    runs that failed. arms: the names of all. page: the report. num_left_out: runs that failed or did not end."""
     rows = [
         _Row(group, name, row)
         for group in groups for name, those in {"": group.rows, **group.classes}.items() for row in those
@@ -99,6 +101,8 @@ def check(gates: Sequence[Gate], groups: Sequence[Compared], arms: Sequence[str]
         failed += [f"{page}: {row}, beyond {gate.text!r}" for row in of_key if gate.fails(row.change)]
         if why := _unjudged(gate, of_key, rows, arms):
             unjudged.append(f"{page}: {gate.text!r} cannot be judged{why}")
+    if gates and num_left_out:
+        unjudged.append(f"{page}: {fmt.count(num_left_out, 'run')} failed or did not end, which no limit judges")
     if failed:
         raise GateError("\n".join(failed + unjudged))
     if unjudged:

@@ -107,7 +107,8 @@ def write_report(report: ReportInput, out: str | os.PathLike[str]) -> Path:
                 file.write(text)
                 file.flush()  # a full disk is told before the figures are kept
             sections.keep()
-    gates.check(report.gates, sections.compared, [arm.name for arm in report.arms], path)
+    names = [arm.name for arm in report.arms]
+    gates.check(report.gates, sections.compared, names, path, num_left_out=len(report.incomplete))
     if sections.failed:
         of_own = fmt.count(len(sections.failed), "plot")
         raise PlotError(f"{path} is written without {of_own} of your own: {'; '.join(sections.failed)}")

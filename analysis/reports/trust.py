@@ -198,6 +198,7 @@ _SOURCES: dict[str, tuple[Level, str]] = {
 }
 
 
+_MOSTLY_OF_SHEET = 0.5  # share of the time that tables lack, above which step times are not those of tables
 _MANY = 0.1  # share of steps outside of the profile above which step times are poor
 
 
@@ -219,6 +220,8 @@ class Source(NamedTuple):
         )
         if manifest.get("cost_kernels") == "estimated":
             level, said = "poor", f"{said}; its efficiencies and floors are estimates, nobody timed its kernels"
+        if (of_sheet := (manifest.get("cost_shares") or {}).get("roofline", 0.0)) > _MOSTLY_OF_SHEET:
+            level, said = "poor", f"{said}, which lack {fmt.share(of_sheet)} of the time: that is from a data sheet"
         if {config.get(f"cost.{name}_factor", 1.0) for name in ("host", "device")} != {1.0}:
             level, said = (
                 "poor",

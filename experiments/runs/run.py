@@ -42,6 +42,7 @@ from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import build_source, build_trace, describe_trace, end_token_ids
 from real.vllm.config import VllmConfig
 from sim.cost.profiled_range import RangeWatch
+from sim.cost.tables import OriginWatch
 from testbed import compiled
 from testbed.core.commands import Recorder
 from testbed.core.scheduler import Scheduler
@@ -229,6 +230,7 @@ def _run(
         "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
         "cost_notes": [*(note for one in noting for note in one.notes()), *build.pool_notes(config), *step_notes],
+        "cost_shares": next((one.shares() for one in watches if isinstance(one, OriginWatch)), None),
         "num_extrapolated_steps": max([one.num_outside for one in watches if isinstance(one, RangeWatch)], default=0),
         **({} if prepared.replay is None else prepared.replay.describe(described["num_steps"])),
     }

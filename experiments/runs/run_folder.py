@@ -38,8 +38,8 @@ _WRITTEN = (
     TRACE_FILE, STEP_TRACE_FILE, "config.yaml", "timeline.json",
 )  # fmt: skip
 ABSENT: dict[str, Any] = dict.fromkeys((  # entries that not every manifest has: those of other backends
-    "cost", "cost_fit", "cost_error", "cost_kernels", "estimator", "attention", "attention_reasons", "weights", "core",
-    "compiler", "router", "replicas", "replay", "host", "digest", "notes",
+    "cost", "cost_fit", "cost_error", "cost_kernels", "cost_shares", "estimator", "attention", "attention_reasons",
+    "weights", "core", "compiler", "router", "replicas", "replay", "host", "digest", "notes",
 ))  # fmt: skip
 SET_ASIDE = ".stale"  # folder in a sweep's folder for finished points with another identity
 

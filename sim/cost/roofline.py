@@ -56,15 +56,9 @@ class RooflineCost:
     """
 
     def __init__(
-        self,
-        model: ModelSpec,
-        device: DeviceSpec,
-        config: RooflineConfig | None = None,
-        *,
-        tensor_parallel_size: int = 1,
-        kv_layout: KVLayout | None = None,
-        sampling: SamplingParams | None = None,
-    ) -> None:
+        self, model: ModelSpec, device: DeviceSpec, config: RooflineConfig | None = None, *,
+        tensor_parallel_size: int = 1, kv_layout: KVLayout | None = None, sampling: SamplingParams | None = None,
+    ) -> None:  # fmt: skip
         check_ranks(model, tensor_parallel_size)
         device.check_joins(tensor_parallel_size)
         size, layers = tensor_parallel_size, model.num_hidden_layers

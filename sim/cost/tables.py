@@ -263,12 +263,16 @@ class OriginWatch(Recorder):
             if origin == ROOFLINE:
                 self._filled[name] = self._filled.get(name, 0) + parts[name]
 
+    def shares(self) -> dict[str, float]:
+        """Returns the share of the time from each source; empty if no step took any."""
+        total = sum(self._ns.values())
+        return {name: self._ns.get(name, 0) / total for name in (MEASURED, SCALED, ROOFLINE)} if total else {}
+
     def notes(self) -> list[str]:
         """Returns one line: the shares of the time by source, and the operators of the roofline, the largest first."""
-        total = sum(self._ns.values())
-        if not total:
+        share = {name: f"{100 * one:.0f} %" for name, one in self.shares().items()}
+        if not share:
             return []
-        share = {name: f"{100 * self._ns.get(name, 0) / total:.0f} %" for name in (MEASURED, SCALED, ROOFLINE)}
         filled = sorted(self._filled, key=lambda name: -self._filled[name])[:4]
         return [
             f"prices: {share[MEASURED]} of the time is measured ({'; '.join(self._cost.measured.sources)}), "

@@ -131,6 +131,7 @@ MANIFEST_KEYS = (
     "cost_fit",  # {file, digest}: the file of a calibrated fit, and xxh64 of it, 16 hex digits; null: none
     "cost_error",  # {median, p90}: errors of steps left out of a calibrated fit; null: another cost model, or factors
     "cost_kernels",  # what the roofline's efficiencies and floors are: measured, estimated; null: another cost model
+    "cost_shares",  # {measured, scaled, roofline}: shares of the time by source; null: another cost model than tables
     "cost_notes",  # on step times not measured, not compared, or known to policies; on a KV pool larger than the GPU
     "num_extrapolated_steps",
     "estimator",  # predicts the times of recompute and swap for policies, in simulated and real runs

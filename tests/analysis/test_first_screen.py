@@ -1,4 +1,4 @@
-"""The first screen answers in few sentences, the largest effects first, and says how far to trust them."""
+"""The first screen answers in few sentences, the largest effects first."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from analysis.comparison.compare import (
     metric_of,
 )
 from analysis.comparison.effects import Compared, Effect, Interaction
-from analysis.comparison.fidelity import error_table
-from analysis.comparison.pairs import Pair
 from analysis.load import load_run
 from analysis.measures.slo import SLO
 from analysis.measures.statistics import Estimate
@@ -34,8 +32,7 @@ from analysis.reports.figures import telling
 from analysis.reports.first_screen import MAX_SENTENCES, answer, conditions
 from analysis.reports.keeping_slo import is_chosen
 from analysis.reports.observed import observed
-from analysis.reports.trust import trust
-from tests.analysis.runs import write_run, write_runs
+from tests.analysis.runs import write_runs
 
 BASE = [Arm("base", {}, ())]
 
@@ -398,44 +395,6 @@ def test_that_nothing_differs_is_said_with_the_conditions_under_which_it_is_so(a
     assert said == f"{at}, nothing that was compared differs beyond the noise."
     *_, said = answer([Compared("9 requests/s", [first, other], [quiet, claimed], ())], None)
     assert said == f"{at}, {other.name} against {first.name} shows no difference beyond the noise."
-
-
-def lights(arms: list[Arm], pairs: list[Pair]) -> dict[str, tuple[str, str]]:
-    errors = {pair.label: error_table(pair.sim, pair.real) for pair in pairs}
-    return {light.about: (light.level, light.why) for light in trust([Compared("", arms, [], ())], pairs, errors)}
-
-
-def test_the_lights_say_what_was_not_measured(arms: list[Arm]) -> None:
-    found = lights(arms, [])
-    assert found["fidelity"] == ("poor", "simulated; how far from a real engine was not measured")
-    assert found["step times"][0] == "poor", "those of linear show a mechanism"
-    assert found["replicates"] == ("good", "5 replicates")
-    assert found["records"] == ("good", "all checks hold")
-    assert found["load"][0] == "good"
-    nothing = error_table(arms[0].runs[0], arms[0].runs[0]).assign(error=math.nan)
-    pair = Pair("a", arms[0].runs[0], arms[0].runs[0])
-    said = trust([Compared("", arms, [], ())], [pair], {"a": nothing})[0].why
-    assert said.endswith("on this model and device: no error is known, as no latency or rate is in both")
-    alone = [Arm(arm.name, arm.levels, arm.runs[:1]) for arm in arms]
-    assert lights(alone, [])["replicates"][0] == "poor"
-
-
-def test_the_load_is_a_poor_one_if_every_arm_is_beyond_its_capacity(arms: list[Arm]) -> None:
-    for arm, level in zip(arms, ["fair"] * (len(arms) - 1) + ["poor"], strict=True):
-        for run in arm.runs:
-            run.summary["steadiness"] = {"is_outrun": True}
-        assert lights(arms, [])["load"][0] == level, arm.name
-    assert lights(arms, [])["load"][1] == "beyond the capacity of every arm"
-
-
-def test_a_measured_error_decides_the_light_of_fidelity(arms: list[Arm], tmp_path: Path) -> None:
-    sim = arms[0].runs[0]
-    for name, noise, level in (("same", 0.0, "good"), ("noisy", 0.6, "poor")):
-        real = load_run(write_run(tmp_path / name, "real", chunked=False, num_requests=30, noise=noise))
-        assert lights(arms, [Pair("p", sim, real)])["fidelity"][0] == level
-    elsewhere = load_run(write_run(tmp_path / "other", "real", chunked=False, num_requests=30))
-    elsewhere.manifest["model"] = "another"
-    assert lights(arms, [Pair("p", sim, elsewhere)])["fidelity"][0] == "fair"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from analysis.measures.statistics import ALIKE, Estimate
 from analysis.reports.gates import Gate, GateError, check
 from analysis.reports.report import report_from_folders
 from testbed.errors import ConfigError, RunFolderError
-from tests.analysis.runs import change_requests, write_run
+from tests.analysis.runs import change_requests, write_run, write_runs
 
 PAGE = Path("r.html")
 SLOWER = Estimate(math.log(1.2), math.log(1.1), math.log(1.3), 5, "paired t", "log_ratio", p_value=0.01)
@@ -110,3 +110,14 @@ def test_the_report_is_written_and_then_its_limits_are_checked(tmp_path):
     with pytest.raises(GateError, match=r"r.html: prefill_first against decode_first: mean E2E .*, beyond 'e2e_s"):
         report_from_folders([tmp_path / "runs"], page, fail_if=["e2e_s.mean>5%"])
     assert page.exists()
+
+
+def test_runs_that_failed_are_judged_by_no_limit(tmp_path):
+    write_runs(tmp_path / "runs", chunked=[False, True], seed=[0, 1, 2, 3], num_requests=30)
+    (tmp_path / "runs" / "broken").mkdir()
+    (tmp_path / "runs" / "broken" / "manifest.json").write_text('{"status": "partial", "failure": "it broke"}')
+    page = tmp_path / "page.html"
+    with pytest.raises(RunFolderError, match="1 run failed or did not end, which no limit judges"):
+        report_from_folders([tmp_path / "runs"], page, fail_if=["ttft_s.mean>1000%"])
+    assert page.exists()
+    report_from_folders([tmp_path / "runs"], page)

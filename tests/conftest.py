@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from experiments.runs import collector
+
 # torch reads it when it is imported: several workers share the cores, and small matrices gain nothing from threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -61,13 +63,17 @@ def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _tests = count(1)
-_unfreeze = gc.unfreeze
+_unfreeze, _caller_froze = gc.unfreeze, collector.caller_froze
 gc.unfreeze = lambda: None  # at the end of each run; the next would begin with a collection of all
+# what is frozen below is no caller's, and takes long to count: runs freeze what a test has made before them
+collector.caller_froze = lambda: False
 
 
 @pytest.fixture
 def unfreezes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs treat frozen objects as they do outside of tests."""
     monkeypatch.setattr(gc, "unfreeze", _unfreeze)
+    monkeypatch.setattr(collector, "caller_froze", _caller_froze)
 
 
 def pytest_runtest_setup() -> None:

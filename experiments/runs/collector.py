@@ -21,7 +21,7 @@ def fewer_collections(*, is_simulation: bool = False) -> Iterator[None]:
     Collects first, because loading a model or an earlier engine leaves cycles that hold much memory. is_simulation:
     only every so often; there is little to free, and each point of a sweep would scan all modules.
     """
-    before, is_callers = gc.get_threshold(), gc.get_freeze_count() > _FEW
+    before, is_callers = gc.get_threshold(), caller_froze()
     if not is_simulation or next(_simulations) % _WHOLE_EVERY == 0:
         gc.collect()
     if not is_callers:
@@ -33,3 +33,8 @@ def fewer_collections(*, is_simulation: bool = False) -> Iterator[None]:
         gc.set_threshold(*before)
         if not is_callers:
             gc.unfreeze()
+
+
+def caller_froze() -> bool:
+    """Whether objects are frozen that others froze. It counts them, one by one."""
+    return gc.get_freeze_count() > _FEW

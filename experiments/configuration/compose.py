@@ -35,6 +35,7 @@ from experiments.configuration.overrides import (
     of_one_point,
     refuse_repeated,
     swept_values,
+    with_searched,
 )
 from experiments.configuration.saved import engine_dtype, unlike_the_engine
 from testbed import errors
@@ -360,9 +361,11 @@ def to_overrides(settings: dict[str, Any]) -> list[str]:
     """Turns Python settings into overrides: a string chooses a group's option, a dict sets keys (`name` is the option).
 
     {"scheduler": "decode_first", "cache": {"block_size": 32}, "seed": 1} becomes
-    ["scheduler=decode_first", "cache.block_size=32", "seed=1"].
+    ["scheduler=decode_first", "cache.block_size=32", "seed=1"]; config_dir is --config-dir.
     """
-    chosen: list[str] = []
+    settings = dict(settings)
+    own = settings.pop("config_dir", None)
+    chosen = [] if own is None else with_searched([f"--config-dir={own}"])
     values: list[str] = []
     tops = (*GROUPS, "experiment", *PLAIN)
     for key, value in settings.items():

@@ -158,7 +158,8 @@ def read_operator_tables(path: str | Path) -> OperatorTables:
     try:
         table = pq.ParquetFile(file).read()
     except (pa.ArrowException, OSError) as error:
-        raise ProfileError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        said = f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}"
+        raise ProfileError(f"{said.rstrip('.')}; `testbed tables import` writes one (docs/tables.md)") from None
     document = _document(table.schema.metadata or {}, str(path))
     rows = _typed(table, str(path))
     check_rows(rows, str(path))

@@ -258,7 +258,8 @@ def read_profile(path: str | Path) -> Profile:
     try:
         table = pq.ParquetFile(file).read()
     except (pa.ArrowException, OSError) as error:
-        raise ProfileError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        said = f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}"
+        raise ProfileError(f"{said.rstrip('.')}; `testbed calibrate` makes one (docs/calibration.md)") from None
     document = (table.schema.metadata or {}).get(METADATA_KEY.encode())
     if document is None:
         raise ProfileError(f"{path} is no profile: its metadata lacks {METADATA_KEY!r}; docs/calibration.md says more")

@@ -10,7 +10,7 @@ import pytest
 from analysis.measures.operators import format_operators, load_operators, operator_table
 from analysis.reports.report import report_from_folders
 from analysis.reports.trust import Source
-from experiments import cost_model
+from experiments import cost_model, simulate
 from experiments.cli import main
 from experiments.configuration.config import RunConfig
 from experiments.configuration.saved import saved_config
@@ -204,6 +204,18 @@ def test_a_cost_model_prices_single_steps():
     assert sum(one.breakdown(shape).values()) == one.price(shape).total_ns > two.price(shape).total_ns
     with pytest.raises(ConfigError, match=r"cost\.path"):
         cost_model(cost={"name": "roofline", "path": "x"})
+
+
+def test_options_in_a_folder_of_ones_own_are_for_python_too(tmp_path):
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "slower.yaml").write_text("defaults: [h100, _self_]\nmemory_bytes_per_s: 1e12\n")
+    run = simulate([{"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 9}], device="slower", config_dir=tmp_path)
+    assert run.config["device"]["name"] == "slower"
+    shape = BatchShape(64, 64 * 2000, (), 64)
+    slower, h100 = (cost_model(device=name, config_dir=tmp_path).price(shape) for name in ("slower", "h100"))
+    assert slower.total_ns > 2 * h100.total_ns
+    with pytest.raises(ConfigError, match="--config-dir is 'nowhere'; name a folder"):
+        cost_model(config_dir="nowhere")
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

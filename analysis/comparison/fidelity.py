@@ -69,11 +69,22 @@ def pair_of(matched: pd.DataFrame, name: str) -> tuple[FloatArray, FloatArray]:
 
 def error_table(sim: Run, *reals: Run) -> pd.DataFrame:
     """One row for each of `FIDELITY_METRICS`: metric, sim, real, error (signed, relative; NaN if the real value is 0).
-    NaN means not reached.
+    NaN means not reached. Of a run whose clients did not stream all answers, latencies are of those that they did.
 
     reals: the real run and its repeats, of which the mean is taken."""
     same_trace([sim, *reals])
-    return _errors(*[{path: _mean(runs, path) for path in FIDELITY_METRICS} for runs in ([sim], reals)])
+    values = [{path: _mean(runs, path) for path in FIDELITY_METRICS} for runs in ([sim], reals)]
+    if ids := _streamed_ids(reals[0]):
+        for found, run in zip(values, (sim, reals[0]), strict=True):
+            found |= {**_part_values(run, ids), "throughput.output_tokens_per_s": None}
+    return _errors(*values)
+
+
+def _streamed_ids(real: Run) -> list[str]:
+    """The requests whose first token has an instant, if others ended well without one; else none."""
+    first_ns, e2e_s = (real.requests[name] for name in ("first_token_ns", "e2e_s"))
+    is_whole = (first_ns.isna() & e2e_s.notna()).any()
+    return real.requests["request_id"][first_ns.notna()].tolist() if is_whole else []
 
 
 def _mean(runs: Sequence[Run], path: str) -> float | None:

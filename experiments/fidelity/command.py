@@ -33,6 +33,7 @@ from experiments.fidelity.outputs import (
     renewed,
     write_page,
 )
+from experiments.fidelity.request_log import log_settings
 from experiments.fidelity.simulating import by_key, check_overrides, variant
 from experiments.fidelity.study import METRICS, OURS, WHOLE, StudyRun
 from experiments.fidelity.study_report import arms_of, fit_study, page_lines, scores, simulate_study, study_lines
@@ -52,10 +53,10 @@ def main(arguments: list[str]) -> int:
     inputs = [Path(item) for item in options.inputs if "=" not in item or Path(item).exists()]
     given = [item for item in options.inputs if "=" in item and not Path(item).exists()]
     refuse_repeated(given)
-    overrides = by_key(given)
+    of_logs, overrides = log_settings(by_key(given))
     _check(options, inputs, overrides)
     folders = [path for path in inputs if path.is_dir()]
-    read = read_files([path for path in inputs if not path.is_dir()], overrides, options.format)
+    read = read_files([path for path in inputs if not path.is_dir()], overrides, options.format, of_logs)
     if read.study and (read.measured or folders):
         raise ConfigError("a study has only aggregates: compare it by itself, not beside measured requests")
     if options.out is not None:

@@ -35,21 +35,25 @@ _NEAR_TPOT_S = 5.1e-4  # as TPOT may be given in whole milliseconds
 
 
 class MeasuredRequest(NamedTuple):
-    """One completed request. gaps_s: between the chunks that the client received; None: not recorded."""
+    """One completed request. ttft_s: None: it was not streamed. gaps_s: between the chunks that the client received;
+    None: not recorded. row: of its trace, if the file says more of it than lengths and instant."""
 
     request_id: str
     sent_s: float  # on the file's clock
     num_prompt_tokens: int
     num_output_tokens: int
-    ttft_s: float
+    ttft_s: float | None
     e2e_s: float
     tpot_s: float | None  # None: (E2E - TTFT) / (tokens - 1)
     gaps_s: tuple[float, ...] | None
     place: str
     ends_with_token: bool = True  # False: the request ended with its stream, at the last token or later
+    row: TraceRequest | None = None
 
     def checked(self) -> MeasuredRequest:
         """Raises TraceError if the first token comes after the end, or if TPOT contradicts TTFT and E2E."""
+        if self.ttft_s is None:
+            return self
         if self.ttft_s > self.e2e_s + _ROUNDING_S:
             raise TraceError(
                 f"{self.place}: TTFT is {self.ttft_s:g} s; expected at most the request's end-to-end latency, "
@@ -106,6 +110,8 @@ def measured(
     said = list(notes)
     if num_failed:
         said.append(f"{num_failed} of {len(every)} requests failed in the measured run and were left out")
+    if num_whole := sum(row.ttft_s is None for row in rows):
+        said.append(f"{num_whole} of {len(rows)} requests have no TTFT: they are load, and latencies are the others'")
     if any(row.gaps_s is None for row in rows):
         rows = [row._replace(gaps_s=None) for row in rows]
     return MeasuredRun(name, source, str(file), tuple(rows), model, tuple(said))
@@ -117,15 +123,18 @@ def arrivals_ns(run: MeasuredRun) -> list[int]:
 
 
 def trace_of(run: MeasuredRun) -> Trace:
-    """The requests as a trace: unique synthetic prompts, with the measured token counts and arrivals."""
-    rows = [
-        TraceRequest(
-            row.request_id, arrival_ns, (Span(content_key("measured", row.request_id), 0, row.num_prompt_tokens),),
-            Span(content_key("measured", row.request_id, "output"), 0, row.num_output_tokens), place=row.place,
-        )
-        for row, arrival_ns in zip(run.requests, arrivals_ns(run), strict=True)
-    ]  # fmt: skip
+    """The requests as a trace, with the measured token counts and arrivals: as the file says, or unique synthetic
+    prompts."""
+    rows = [_trace_row(*one) for one in zip(run.requests, arrivals_ns(run), strict=True)]
     return arrange(run.name, rows, run.notes)
+
+
+def _trace_row(row: MeasuredRequest, arrival_ns: int) -> TraceRequest:
+    if row.row is not None:
+        return row.row._replace(arrival_ns=arrival_ns)
+    prompt = Span(content_key("measured", row.request_id), 0, row.num_prompt_tokens)
+    output = Span(content_key("measured", row.request_id, "output"), 0, row.num_output_tokens)
+    return TraceRequest(row.request_id, arrival_ns, (prompt,), output, place=row.place)
 
 
 def write_measured(run: MeasuredRun, trace: Trace, config: dict[str, Any], folder: Path) -> Run:
@@ -156,17 +165,24 @@ def write_folder(
 
 
 def _record(row: MeasuredRequest, arrival_ns: int) -> dict[str, Any]:
-    first_ns = arrival_ns + round(row.ttft_s * 1e9)
-    finish_ns = max(first_ns, arrival_ns + round(row.e2e_s * 1e9))
-    num = row.num_output_tokens
+    first_ns = None if row.ttft_s is None else arrival_ns + round(row.ttft_s * 1e9)
+    finish_ns = max(first_ns or 0, arrival_ns + round(row.e2e_s * 1e9))
+    num, own = row.num_output_tokens, _trace_row(row, arrival_ns)
     gaps_ns = None if row.gaps_s is None else [round(gap * 1e9) for gap in row.gaps_s]
     return {
-        "request_id": row.request_id, "tenant": "default", "priority": 0, "replica": 0,
+        "request_id": row.request_id, "session_id": own.session_id, "turn": own.turn, "tenant": own.tenant,
+        "priority": own.priority, "replica": 0,
         "num_prompt_tokens": row.num_prompt_tokens, "num_output_tokens": num, "num_token_steps": num,
         "num_cached_tokens": 0, "num_preemptions": 0, "num_recomputed_tokens": 0, "finish_reason": "length",
         "arrival_ns": arrival_ns, "queued_ns": arrival_ns, "first_token_ns": first_ns, "finish_ns": finish_ns,
         "token_ns": None if gaps_ns is None else list(accumulate(gaps_ns, initial=first_ns)),
-        "ttft_s": ttft_s(arrival_ns, first_ns),
-        "tpot_s": row.tpot_s if row.tpot_s is not None and num > 1 else tpot_s(first_ns, finish_ns, num),
+        "ttft_s": None if first_ns is None else ttft_s(arrival_ns, first_ns),
+        "tpot_s": _tpot_s(row, first_ns, finish_ns),
         "e2e_s": e2e_s(arrival_ns, finish_ns),
     }  # fmt: skip
+
+
+def _tpot_s(row: MeasuredRequest, first_ns: int | None, finish_ns: int) -> float | None:
+    if row.num_output_tokens < 2 or first_ns is None:
+        return None
+    return tpot_s(first_ns, finish_ns, row.num_output_tokens) if row.tpot_s is None else row.tpot_s

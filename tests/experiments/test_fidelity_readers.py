@@ -134,7 +134,7 @@ def test_files_that_are_no_measurement_say_so(rows, tmp_path, say):
     assert "no values of single requests" in error_line(say, file, *FILE, "--format", "vllm-bench")
     log = write(tmp_path, "request-log", rows)
     log.write_text(log.read_text().replace("ttft_s", "ttft"))
-    assert "did you mean 'ttft_s'" in error_line(say, log, *FILE)
+    assert "no row has 'ttft_s' or 'ttft_ms'; did you mean 'ttft'? found" in error_line(say, log, *FILE)
     late = write(tmp_path, "request-log", change(rows, e2e_s=0.001))
     assert "s; expected at most the request's end-to-end latency, 0.001 s: " in error_line(say, late, *FILE)
     doubled = write(tmp_path, "request-log", [*rows, rows[0]])
@@ -182,7 +182,7 @@ def test_a_field_may_be_as_long_as_many_tokens_make_it(rows, tmp_path, say):
 @pytest.mark.parametrize(
     ("times", "said"),
     [
-        ([0.1, 0.2], "has 2 instants; expected 3, as num_output_tokens says"),
+        ([0.1, 0.2], "has 2 instants; expected 3, as output_tokens says"),
         ([0.1, 0.3, 0.2], "is 0.2; expected an instant not before the one before it, 0.3"),
         ([0.11, 0.2, 0.3], "is 0.11; expected its first instant within 0.001 s of ttft_s, 0.1"),
         ([0.1, 0.2, 0.4], "is 0.4; expected its last instant within 0.001 s of e2e_s, 0.3"),

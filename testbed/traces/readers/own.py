@@ -31,8 +31,8 @@ OWN = ("csv", "jsonl", "parquet")
 def stream_jsonl(
     path: str | Path, limit: int | None = None, columns: Columns | None = None, where: Where | None = None
 ) -> StreamedTrace:
-    """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit` that `where` keeps; see _streamed."""
-    return _streamed("jsonl", path, Log(lambda: _objects(path, columns, where), limit, columns, where))
+    """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit` that `where` keeps; see of_log."""
+    return of_log("jsonl", path, Log(lambda: _objects(path, columns, where), limit, columns, where))
 
 
 def stream_csv(
@@ -41,7 +41,7 @@ def stream_csv(
     """Reads a CSV with a header (plain, .gz, .zst); an empty cell is an absent field; ids: "1 2 3" or "[1, 2, 3]"."""
     if columns or where:
         check_there(path, columns, where, csv_header(path))
-    return _streamed("csv", path, Log(lambda: _csv_records(path), limit, columns, where))
+    return of_log("csv", path, Log(lambda: _csv_records(path), limit, columns, where))
 
 
 def stream_parquet(
@@ -60,7 +60,7 @@ def stream_parquet(
     elif info is not None:
         return stream_frozen(path, info, limit)
     lost = (LOST,) if has_lost_metadata(path) else ()
-    return _streamed("parquet", path, Log(lambda: parquet_records(path), limit, columns, where, lost))
+    return of_log("parquet", path, Log(lambda: parquet_records(path), limit, columns, where, lost))
 
 
 def read_jsonl(path: str | Path) -> Trace:
@@ -91,13 +91,22 @@ def _objects(path: str | Path, columns: Columns | None, where: Where | None) -> 
         check_there(path, columns, where, seen)
 
 
+def own_records(
+    path: str | Path, columns: Columns | None = None, where: Where | None = None, *, is_csv: bool
+) -> Iterator[Record]:
+    """Returns the records of a CSV or JSONL, for a Log. Raises TraceError if it lacks a name of theirs."""
+    if is_csv and (columns or where):
+        check_there(path, columns, where, csv_header(path))
+    return _csv_records(path) if is_csv else _objects(path, columns, where)
+
+
 def _csv_records(path: str | Path) -> Iterator[Record]:
     names = csv_header(path)
     for place, cells in read_csv(path, names):
         yield place, {name: text for name, cell in zip(names, cells, strict=True) if (text := cell.strip())}
 
 
-def _streamed(name: str, path: str | Path, log: Log) -> StreamedTrace:
+def of_log(name: str, path: str | Path, log: Log) -> StreamedTrace:
     """Returns the rows of a file as a stream. Memory grows with the ids, which must differ, and with the sessions.
 
     Iterating raises OutOfOrderError if a row, or a turn of a session, is out of order; TraceError on a bad row.

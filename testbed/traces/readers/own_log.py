@@ -7,7 +7,7 @@ are counted anew where some are left out, or where the file has none.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,8 @@ def check_there(path: str | Path, columns: Columns | None, where: Where | None, 
 class Log:
     """The records of a file, any number of times; what is public is of the newest time.
 
-    read: returns all records. limit: of those that are kept. notes: what is known of the file before it is read.
+    read: returns all records. limit: of those that are kept. notes: what is known of the file before it is read. also:
+    names that somebody else reads. is_partial: whether `read` leaves out records, as `where` does.
     """
 
     def __init__(
@@ -75,11 +76,15 @@ class Log:
         columns: Columns | None,
         where: Where | None,
         notes: tuple[str, ...] = (),
+        *,
+        also: Collection[str] = (),
+        is_partial: bool = False,
     ) -> None:
         self._read, self._limit, self._columns, self._notes = read, limit, columns, notes
         self._kept = {name: {_compared(one) for one in _values(value)} for name, value in (where or {}).items()}
         said = ", ".join(f"{name}: {json.dumps(value, default=str)}" for name, value in (where or {}).items())
         self.where = f"trace.where={{{shortened(said)}}}" if where else ""
+        self._also, self._is_partial = {*self._kept, *also}, bool(where) or is_partial
         self._begin()
 
     def _begin(self) -> None:
@@ -121,7 +126,7 @@ class Log:
     def with_turn(self, row: TraceRequest, last: int | None, previous: TraceRequest | None) -> TraceRequest:
         """Returns the row with its turn, counted from that of the row before it in its session (`previous`, whose turn
         is `last` in the file). If it is not the next, the row is out of order."""
-        if row.session_id is None or (self.has_turns and not self._kept):
+        if row.session_id is None or (self.has_turns and not self._is_partial):
             return row
         turn = row.turn or 0
         if previous is not None and previous.turn is not None:
@@ -131,12 +136,16 @@ class Log:
 
     def notes(self) -> list[str]:
         """Returns the notes on the newest time, which went to the end."""
-        notes = [*ignored_fields(name for name in self._names if name not in self._kept), *self._notes]
-        if self._kept:
-            notes.append(f"{self._num_left_out:,} of {count(self._num_read, 'row')} left out: {self.where}")
+        notes = [*ignored_fields(name for name in self._names if name not in self._also), *self._notes]
+        notes += self.left_out()
         if self.has_turns is False:
             notes.append("the file has no turns: they are numbered by arrival within each session")
         return notes
+
+    def left_out(self) -> list[str]:
+        """Returns the note on what `where` left out, or none without it."""
+        said = f"{self._num_left_out:,} of {count(self._num_read, 'row')} left out: {self.where}"
+        return [said] if self._kept else []
 
 
 def _values(value: Any) -> Sequence[Any]:

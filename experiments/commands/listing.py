@@ -119,15 +119,29 @@ def print_summary(result: RunResult) -> None:
     print(_what(result.manifest, result.config["backend"].get("decides")))
     ended = ", ".join(f"{count} {reason}" for reason, count in summary["finish_reasons"].items() if count)
     print(f"requests     {summary['num_requests']:,} sent: {ended or 'none'}")
+    if summary["num_unfinished"] < summary["num_requests"]:
+        _print_numbers(summary)
+    probe = (summary["replay"] or {}).get("probe")
+    if probe is not None:
+        print(clock_line(probe))
+    for note in result.notes:
+        print(f"note         {note}")
+    is_kept = read_manifest(result.folder).get("created") == result.manifest["created"]  # or the one before it is
+    print(f"{result.status:<12} {from_here(result.folder) if is_kept else 'not kept'}")
+
+
+def _print_numbers(summary: dict[str, Any]) -> None:
     throughput = summary["throughput"]
     if throughput["output_tokens_per_s"] is not None:
         served, offered = throughput["requests_per_s"], throughput["offered_per_s"] or 0.0
         of = f" (of {_rate(offered)} offered)" if served < _FEW * offered else ""
         rates = f"{_rate(served)} req/s{of}, {_rate(throughput['output_tokens_per_s'])} output tok/s"
-        print(f"throughput   {rates} over {throughput['duration_s']:,.4g} s")
+        is_part = throughput["offered_per_s"] is not None and not summary["num_in_warmup"]
+        print(f"throughput   {rates} {'in the first' if is_part else 'over'} {throughput['duration_s']:,.4g} s")
     for label, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s")):
         values = summary[key]
-        print(f"{label:<12} mean {_time(values['mean'])}, P50 {_time(values['p50'])}, P99 {_time(values['p99'])}")
+        times = ", ".join(f"{name} {_time(values[name.lower()])}" for name in ("mean", "P50", "P99"))
+        print(f"{label:<12} {times if values['count'] + values['num_censored'] else 'no request has one'}")
     hit, preemptions = summary["prefix_hit_rate"], summary["preemptions"]["total"]
     hits = "-" if hit is None else f"{hit:.1%}"
     print(f"cache        {hits} of prompt tokens hit, {count(preemptions, 'preemption')}")
@@ -144,13 +158,6 @@ def print_summary(result: RunResult) -> None:
             uneven, done = replicas["imbalance"]["requests"], "was sent"
         said = "nothing came" if uneven is None else f"the busiest {done} {uneven:.3g} times the mean"
         print(f"replicas     {replicas['num']} by {replicas['router']}: {said}")
-    probe = (summary["replay"] or {}).get("probe")
-    if probe is not None:
-        print(clock_line(probe))
-    for note in result.notes:
-        print(f"note         {note}")
-    is_kept = read_manifest(result.folder).get("created") == result.manifest["created"]  # or the one before it is
-    print(f"{result.status:<12} {from_here(result.folder) if is_kept else 'not kept'}")
 
 
 def clock_line(probe: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ A user's own class is given as {_target_: module.Class}; this file needs no chan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pkgutil import resolve_name
 from typing import Any
 
@@ -99,6 +100,9 @@ def make_policy(key: str, choice: Any) -> Any:
         )
         if missing := list(lacking):
             raise ConfigError(f"{key}: {target} lacks {', '.join(missing)}; see docs/extending.md")
+        shipped = next(iter(named.values()))()
+        for name in sorted(wanted):
+            _check_parameters(key, f"{target}.{name}", getattr(policy, name), getattr(shipped, name))
         if key != "scheduler.oracle":
             _refuse_foresight(key, target, policy)
         return policy
@@ -128,6 +132,18 @@ def _refuse_foresight(key: str, target: str, policy: Any) -> None:
             raise ConfigError(
                 f"{key}: {name} reads {read}, which says how long an output will be, as no scheduler knows; {instead}"
             )
+
+
+def _check_parameters(key: str, name: str, method: Any, shipped: Any) -> None:
+    """Raises ConfigError if a user's method cannot be called as the shipped one."""
+    wanted = [*signature(shipped).parameters]
+    try:
+        signature(method).bind(*wanted)
+    except ValueError:
+        return  # C code that does not say
+    except TypeError as error:
+        parameters = ", ".join(("self", *wanted))
+        raise ConfigError(f"{key}: {name} must take ({parameters}): {error}; see docs/extending.md") from None
 
 
 def _is_abstract(policy: Any, name: str) -> bool:

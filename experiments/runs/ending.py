@@ -125,11 +125,11 @@ def _of_step_times(config: RunConfig, manifest: dict[str, Any]) -> Iterator[str]
     is_auto = config.raw["backend"].get("device") != "cpu"
     if is_auto and config.device.kind == "cuda" and device_of_run(str(manifest["device"])) == "cpu":
         yield (
-            f"it ran on {manifest['device']}, and a policy that asks for step times gets those of device="
+            f"it ran on {manifest['device']}, and step times that a policy may ask for are those of device="
             f"{config.device.name}: set device=cpu"
         )
     if isinstance(config.cost, RooflineConfig) and config.device.kind == "cpu":
-        yield f"a policy that asks for step times gets made-up ones: {made_up} (cost=calibrated cost.path=…)"
+        yield f"step times that a policy may ask for are made up: {made_up} (cost=calibrated cost.path=…)"
 
 
 def without_numbers(config: RunConfig, summary: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ Python, unless the caller handles them.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -18,11 +19,13 @@ from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.serve import Loop
 
 _OTHERS = (signal.SIGTERM, signal.SIGHUP)
+_ending: list[int] = []  # the SIGTERMs that came during a run
 PATIENCE_S = 3.0  # time after Ctrl-C until a message reports that the step is still running
 
 
 class _Presses:
-    """Whether Ctrl-C was pressed. It takes effect at once during a wait, and when pressed a second time."""
+    """Whether Ctrl-C was pressed. It takes effect at once during a wait, and when pressed a second time; SIGTERM, which
+    scripts send once, after PATIENCE_S too."""
 
     def __init__(self) -> None:
         self.is_pressed = False
@@ -31,6 +34,8 @@ class _Presses:
         self._patience.daemon = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            _ending.append(number)
         if self.is_waiting or self.is_pressed:
             raise KeyboardInterrupt
         self.is_pressed = True
@@ -38,13 +43,20 @@ class _Presses:
 
     def close(self) -> None:
         self._patience.cancel()
+        _ending.clear()
 
 
 def _tell_where() -> None:
-    """Reports where the main thread is, in case a policy loops or a step of the model is long."""
+    """Reports where the main thread is, in case a policy loops or a step of the model is long, and ends it there after
+    a SIGTERM."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     where = "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
-    print(f"\nstops once this step ends{where}; Ctrl-C or SIGTERM again ends it here", file=sys.stderr, flush=True)
+    said = (
+        "this step does not end{}; ended there" if _ending else "stops once this step ends{}; Ctrl-C again ends it here"
+    )
+    print(f"\n{said.format(where)}", file=sys.stderr, flush=True)
+    if _ending:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @contextmanager
@@ -86,6 +98,8 @@ def ended_as_interrupted() -> Iterator[None]:
     KeyboardInterrupt."""
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            _ending.append(number)
         if not callable(signal.getsignal(signal.SIGINT)):
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)

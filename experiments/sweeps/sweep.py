@@ -168,7 +168,8 @@ def _points(sweep: _Sweep) -> list[tuple[Point, RunConfig]]:
         except TestbedError as error:
             refused.append(Outcome(label, "failed", message=str(error), exit_status=error.exit_status))
     if refused:
-        raise _failure(refused, f"({len(refused)} of {len(sweep.combinations)} points are refused, and none was run)")
+        each = list({one.message: one for one in reversed(refused)}.values())[::-1]  # reason, with its first point
+        raise _failure(each, f"({len(refused)} of {len(sweep.combinations)} points are refused, and none was run)")
     return points
 
 
@@ -328,13 +329,13 @@ def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
     bad = [outcome for outcome in outcomes if outcome.status == "failed"]
     total = len(sweep.combinations)
     if bad:
-        raise _failure(bad, f"({len(bad)} of {total} points failed)" * (len(bad) > 1))
+        raise _failure(bad[:1], f"({len(bad)} of {total} points failed)" * (len(bad) > 1))
     if num_left:
         raise FailedError(f"{num_left} of {total} points were not run; the same command runs them")
     print(f"complete     {count(total, 'point')}: {from_here(sweep.root)}")
 
 
 def _failure(bad: list[Outcome], how_many: str) -> FailedError:
-    """Returns an error with the first failed point's message in one line."""
-    label = f"{bad[0].label}: " * bool(bad[0].label)
-    return FailedError(f"{label}{bad[0].message} {how_many}".rstrip(), bad[0].exit_status or 1)
+    """Returns an error with the messages of failed points, a line for each."""
+    lines = [f"{one.label}: " * bool(one.label) + one.message for one in bad]
+    return FailedError("\n".join(lines) + f" {how_many}".rstrip(), bad[0].exit_status or 1)

@@ -91,7 +91,7 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
     if isinstance(error, RuntimeError) and isinstance(cause, StopIteration):  # in whose place a generator raises it
         error = cause
     if place := place_in_own_code(error):
-        return PolicyError(f"{place}: {told(error)} (in {', '.join(own)}); mend it there")
+        return PolicyError(f"{place}: {told(error)} (in {', '.join(own)})")
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
     place = f"{Path(last.filename).name}:{last.lineno}" if last is not None else "?"

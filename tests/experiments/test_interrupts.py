@@ -118,7 +118,17 @@ class Loops:
 """
 
 
-def test_a_policy_that_loops_is_told_of_after_the_first_ctrl_c_and_ended_by_the_second(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("signals", "told"),
+    [
+        ((signal.SIGINT, signal.SIGINT), "stops once this step ends, at "),
+        ((signal.SIGTERM,), "this step does not end, at "),
+    ],
+    ids=["Ctrl-C twice", "SIGTERM"],
+)
+def test_a_policy_that_loops_is_told_of_and_ended(
+    tmp_path: Path, signals: tuple[signal.Signals, ...], told: str
+) -> None:
     (tmp_path / "mine.py").write_text(LOOPS)
     given = latest(
         *TINY, "trace.num_requests=20", "trace.arrival=all_at_once", "cache.num_gpu_blocks=60",
@@ -131,12 +141,13 @@ def test_a_policy_that_loops_is_told_of_after_the_first_ctrl_c_and_ended_by_the_
     while time.monotonic() < deadline and not (tmp_path / "began").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signals[0])
     assert process.stderr is not None
     said = next(line for line in process.stderr if line.strip())
-    assert "stops once this step ends, at " in said
+    assert told in said
     assert "mine.py:" in said
-    process.send_signal(signal.SIGTERM)
+    for number in signals[1:]:
+        process.send_signal(number)
     assert process.wait(60) == 130
 
 

@@ -210,6 +210,14 @@ class Asks:
 
     def allows(self, seq, running):
         return self.estimator.swap_ns(1) > self.estimator.recompute_ns(0, 1)
+
+class HeadForgetsSelf(FCFS):
+    def head(now_ns):
+        return None
+
+class ChoosesByTwo:
+    def choose(self, running, count):
+        return next(iter(running.values()))
 """
 
 
@@ -226,9 +234,13 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("queue_order", "HeadIsText", ("queue_order=misbehaving.HeadIsText", "docs/extending.md")),
         ("queue_order", "BindRaises", ("misbehaving.py:16", "KeyError")),
         ("queue_order", "Exits", ("misbehaving.py:20", "SystemExit")),
-        ("queue_order", "BindExits", (": SystemExit: 0 (in scheduler.queue_order=misbehaving.B", "mend it there")),
+        ("queue_order", "BindExits", ("misbehaving.py:", ": SystemExit: 0 (in scheduler.queue_order=misbehaving.B")),
         ("queue_order", "BindsNothing", ("BindsNothing.bind() takes 1 ", "or has a method with other parameters; see")),
         ("admission", "ForgetsToAnswer", ("allows() returned None", "misbehaving.ForgetsToAnswer")),
+        ("queue_order", "HeadForgetsSelf",
+         ("misbehaving.HeadForgetsSelf.head must take (self, now_ns): too many positional arguments; see docs/",)),
+        ("victim", "ChoosesByTwo",
+         ("misbehaving.ChoosesByTwo.choose must take (self, running): missing a required argument: 'count'",)),
         ("victim", "PreemptsTheSame",
          ("the victim is not among the running sequences: ", "misbehaving.PreemptsTheSame")),
         ("victim", "ChoosesANumber",

@@ -168,10 +168,13 @@ def test_a_point_that_was_killed_before_its_manifest_is_run_again(tmp_path: Path
 
 
 def test_a_value_out_of_range_is_said_once_and_before_any_point_runs(tmp_path: Path, say: Say) -> None:
-    said = sweep(say, tmp_path / "s", "cache.block_size=4,600,700")
+    said = sweep(say, tmp_path / "s", "cache.block_size=4,600,700", "seed=0,1")
     assert said.status == 1
-    assert said.error().startswith("cache.block_size=600: cache.block_size is 600; ")
-    assert said.error().endswith(" (2 of 3 points are refused, and none was run)")
+    assert said.err.splitlines() == [
+        "error: cache.block_size=600 seed=0: cache.block_size is 600; it must be from 1 to 512 tokens",
+        "error: cache.block_size=700 seed=0: cache.block_size is 700; it must be from 1 to 512 tokens "
+        "(4 of 6 points are refused, and none was run)",
+    ]
     assert said.out == ""
     assert not (tmp_path / "s").exists()
 
@@ -378,9 +381,9 @@ def test_files_of_traces_are_looked_for_before_any_point_runs(tmp_path: Path, sa
     write_rows(tmp_path / "rows.jsonl", [{"arrival_time": 0, "prompt_tokens": 9, "output_tokens": 4}])
     of_file = ("run", "-m", *TINY, "trace=jsonl", f"hydra.sweep.dir={tmp_path / 's'}")
     files = f"trace.path={tmp_path / 'rows.jsonl'},{tmp_path / 'missing.jsonl'},{tmp_path}"
-    error = say(*of_file, files).error()
-    assert "missing.jsonl: does not exist" in error
-    assert "(2 of 3 points are refused, and none was run)" in error
+    missing, folder = say(*of_file, files).err.splitlines()
+    assert "missing.jsonl: does not exist" in missing
+    assert folder.endswith("is a folder; expected a file (2 of 3 points are refused, and none was run)")
     assert "trace=jsonl needs trace.path=<file>" in say(*of_file, "trace.path=null", "seed=0,1").error()
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "a.json").write_text('{"id": "a", "requests": [{"t": 0, "in": 9, "out": 4, "hash_ids":[]}]}')

@@ -1,11 +1,12 @@
 """The source of user classes, and of what they call; detects those that read the future length of an output, which
-only oracles may know."""
+only oracles may know, or draw or ask the time in ways that no seed sets."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import linecache
+import random
 import re
 import sys
 import sysconfig
@@ -25,6 +26,32 @@ def foresight_of(*made: Any) -> str:
     """Returns the attribute by which these functions and classes, or other user code that they call, read the future
     length; empty if none does."""
     return next((read[1] for _, source in reached(*made) if (read := _TELLING.search(source)) is not None), "")
+
+
+def unseeded_in(*made: Any) -> str:
+    """Returns the function by which these functions and classes, or other user code that they call, draw without the
+    run's seed or ask the clock; empty if none does, or if one sets a seed."""
+    named = [one for one, source in reached(*made) if not source]
+    return next((name for one in named if (name := _undetermined(one))), "") if not any(map(_seeds, named)) else ""
+
+
+def _undetermined(one: Any) -> str:
+    module, name = getattr(one, "__module__", None), getattr(one, "__name__", "")
+    if module in ("time", "secrets") and name != "sleep":
+        return f"{module}.{name}"
+    return f"{_drawer(one)}.{name}" if _drawer(one) else ""
+
+
+def _seeds(one: Any) -> bool:
+    return bool(_drawer(one)) and getattr(one, "__name__", "") == "seed"
+
+
+def _drawer(one: Any) -> str:
+    """Returns the module whose shared generator a function is a method of."""
+    of, numpys = getattr(one, "__self__", None), sys.modules.get("numpy.random.mtrand")
+    if of is None:
+        return ""
+    return "random" if of is random._inst else "numpy.random" if numpys and of is numpys._rand else ""
 
 
 def reached(*made: Any) -> Iterator[tuple[Any, str]]:
@@ -85,8 +112,15 @@ def _named(source: str, there: dict[str, Any]) -> Iterator[Any]:
     except SyntaxError:  # a lambda in the middle of a line: its source is searched, but names in it are not followed
         nodes = []
     for node in nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            yield there.get(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            module = there.get(node.value.id)
-            yield getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield _object(node, there)
+
+
+def _object(node: ast.expr, there: dict[str, Any]) -> Any:
+    """Returns what a name stands for, or a dotted name that leads through modules; else None."""
+    if isinstance(node, ast.Name):
+        return there.get(node.id)
+    module = _object(node.value, there) if isinstance(node, ast.Attribute) else None
+    return (
+        getattr(module, node.attr, None) if isinstance(node, ast.Attribute) and isinstance(module, ModuleType) else None
+    )

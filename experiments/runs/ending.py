@@ -12,7 +12,7 @@ from experiments.configuration.config import RunConfig
 from experiments.configuration.names import device_of_run
 from experiments.configuration.settings import NO_DEADLINES
 from experiments.runs.run_folder import describe_failure, describe_kept
-from experiments.wiring import build, costs, unused
+from experiments.wiring import build, costs, foreign, unused
 from sim.cost.config import RooflineConfig
 from testbed import compiled
 from testbed.core.plan import BlockedBy
@@ -53,7 +53,7 @@ def notes_of(config: RunConfig, manifest: dict[str, Any], summary: dict[str, Any
     if config.forced == "nothing" and any("output" in note for note in manifest["trace"]["notes"]):
         notes.append("trace.forced=nothing: sampling.max_tokens bounds outputs, no setting of the trace")
     notes += unused.without_classes(config, manifest["trace"]["differ_in"])
-    notes += _of_step_times(config, manifest)
+    notes += [*_of_step_times(config, manifest), *foreign.unseeded_notes(config)]
     is_priced = config.is_simulated and isinstance(config.cost, RooflineConfig)
     takes_memory = config.cache.num_gpu_blocks is None and config.device.kind != "cpu"
     is_counted = is_priced or (config.is_simulated and takes_memory)

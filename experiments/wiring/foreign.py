@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.configuration.config import JUDGING, RunConfig
+from experiments.configuration.foresight import unseeded_in
 from experiments.configuration.own_class import ROOMS, imported, place_in_own_code, told
 from testbed.core.sequence import Sequence
 from testbed.errors import TestbedError
@@ -63,6 +64,16 @@ def own_classes(config: RunConfig) -> list[str]:
     """Returns `key=module.Class` for each user's class that takes part in a run."""
     decides = {group: values for group, values in config.raw.items() if group not in JUDGING}
     return [f"{key}={target}" for key, target in named_classes(decides)]
+
+
+def unseeded_notes(config: RunConfig) -> list[str]:
+    """Returns a note on each user's class by which a run may decide otherwise the next time."""
+    found = ((item, unseeded_in(imported(*item.split("=", 1)))) for item in own_classes(config))
+    return [
+        f"{item} calls {name}, which the seed does not set: the same run may end otherwise the next time (draw by "
+        "testbed.streams.draw, take time from now_ns)"
+        for item, name in found if name
+    ]  # fmt: skip
 
 
 def check_importable(config: RunConfig) -> None:

@@ -208,3 +208,58 @@ def test_a_given_setting_that_another_one_overrules_is_noted(tmp_path, say):
         said = say("run", *few, *options).success()
         notes = ("model=tiny has no effect with model.path,", "scheduler.watermark has no effect with cache.watermark,")
         assert sum(note in said for note in notes) == expected
+
+
+DRAWING = """
+import random
+import time
+from random import choice
+
+import numpy as np
+
+from testbed.policies.orders import KeyedQueue
+
+mine, numpys = random.Random(3), np.random.default_rng(3)
+
+def one():
+    return random.random()
+
+class Draws:
+    def choose(self, running):
+        return list(running.values())[int(one() * len(running))]
+
+class Legacy:
+    def choose(self, running):
+        return list(running.values())[np.random.randint(len(running))]
+
+class Chooses:
+    def choose(self, running):
+        return choice(list(running.values()))
+
+def by_the_clock():
+    return KeyedQueue(lambda seq: (time.time_ns(), seq.seq_id))
+
+class Seeded:
+    def choose(self, running):
+        time.sleep(0)
+        return list(running.values())[int((mine.random() + numpys.random()) / 2 * len(running))]
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ("victim={_target_: drawing.Draws}", "random.random"),
+        ("victim={_target_: drawing.Legacy}", "numpy.random.randint"),
+        ("victim={_target_: drawing.Chooses}", "random.choice"),
+        ("victim={_target_: drawing.Seeded}", ""),
+        ("queue_order={_target_: drawing.by_the_clock}", "time.time_ns"),
+    ],
+)
+def test_a_class_that_no_seed_determines_gets_a_note(tmp_path, monkeypatch, say, own, said):
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    monkeypatch.syspath_prepend(tmp_path)
+    out = say("run", *TINY, *SHORT, f"scheduler.{own}", f"hydra.run.dir={tmp_path / 'run'}").success()
+    name = own.replace("={_target_: ", "=").rstrip("}")
+    assert (f"note         scheduler.{name} calls {said}, which the seed does not set" in out) == bool(said)
+    assert ("the seed does not set" in out) == bool(said)

@@ -188,7 +188,10 @@ def _sharing_lines(summary: TraceSummary, block_size: int) -> Iterator[str]:
         )
     if summary.tenants:
         ranked = sorted(summary.tenants.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{visible(tenant)} {count / summary.num_requests:.0%}" for tenant, count in ranked[:5])
+        shares = [(repr(name) if "," in name else visible(name), num) for name, num in ranked[:5]]
+        if num_without := summary.num_requests - sum(summary.tenants.values()):
+            shares.append(("none", num_without))
+        named = ", ".join(f"{name} {num / summary.num_requests:.0%}" for name, num in shares)
         yield f"tenants         {len(ranked)}: {named}{', …' if len(ranked) > 5 else ''}"
     if summary.num_cancelled:
         yield f"cancelled       {count(summary.num_cancelled, 'request')} cancelled some time after arrival"

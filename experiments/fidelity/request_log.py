@@ -8,6 +8,7 @@ arrival; in CSV as text) and failed (true, 1: the request is left out). A row wi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,9 @@ def read_request_log(
     is_csv = not text.lstrip().startswith("{")
     _, first = next(own_records(file, is_csv=is_csv), ("", {}))
     others = {ours: name for ours, name in _OTHER_NAMES.items() if name in first and ours not in first}
-    columns = {**others, **(columns or {})}
-    chosen = Log(lambda: own_records(file, columns, where, is_csv=is_csv), None, columns, where)
+    named, is_foreign = {**others, **(columns or {})}, bool(columns or where)
+    read = partial(own_records, file, named, where, is_csv=is_csv)
+    chosen = Log(read, None, named, where, is_foreign=is_foreign)
     every = list(chosen)
     good = [(place, fields) for place, fields in every if not _has_failed(fields, place)]
     failed = [None] * (len(every) - len(good))

@@ -43,6 +43,9 @@ def test_inspect_tells_of_sessions_tenants_and_batches(trace: Say, tmp_path: Pat
     assert "closed-loop turns" in told
     assert "tenants         2: tenant-" in told
     assert "all at one instant" in told
+    named = [{"arrival_time": i, "prompt_tokens": 3, "tenant": name} for i, name in enumerate(("a, b", "c", None, "c"))]
+    (tmp_path / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
+    assert "tenants         2: c 50%, 'a, b' 25%, none 25%" in trace("jsonl", tmp_path / "named.jsonl").success()
     rows = [{"arrival_time": i // 5, "prompt_tokens": 3, "output_tokens": 2} for i in range(50)]
     (tmp_path / "batched.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert (

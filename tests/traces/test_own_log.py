@@ -44,7 +44,8 @@ def test_rows_of_other_values_are_left_out_and_counted(tmp_path, form, where, sa
     for stream in (True, False):
         trace = open_trace(form, file, stream=stream, where=where)
         assert [row.num_prompt_tokens for row in trace] == kept
-        assert trace.notes[-1] == f"{7 - len(kept)} of 7 rows left out: trace.where={{{said}}}"
+        each = " (4 by status, 1 by arrival_time)" * (len(where) > 1)
+        assert trace.notes[-1] == f"{7 - len(kept)} of 7 rows left out{each}: trace.where={{{said}}}"
         assert not any(name in note for name in where for note in trace.notes[:-1]), "it was not ignored"
 
 
@@ -149,3 +150,67 @@ def test_turns_in_wrong_order_are_refused_also_where_some_are_left_out(tmp_path)
     assert [row.turn for row in read_trace("csv", file, where={"status": 200}) if row.session_id == "a"] == [1, 2, 3]
     file = write_as("csv", tmp_path, chats(turn=[1, 9, 1, 3, 3], status=[200, 500, 200, 200, 200]))
     check_refused("csv", file, "field 'turn' is 2 in session 'a'; expected 3", where={"status": 200})
+
+
+# --- gateways' files ---
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_requests_without_output_are_left_out_and_counted(tmp_path, form):
+    rows = [{"at": float(i), "prompt_tokens": 10 + i, "output_tokens": i % 3} for i in range(7)]
+    file, named = write_as(form, tmp_path, rows), {"arrival_time": "at"}
+    for stream in (True, False):
+        trace = open_trace(form, file, stream=stream, columns=named)
+        assert [row.num_prompt_tokens for row in trace] == [11, 12, 14, 15]
+        assert trace.notes[-1] == "3 requests without output left out: output_tokens is 0"
+    chats = write_as(form, tmp_path, [{**row, "session_id": "a", "turn": i} for i, row in enumerate(rows)])
+    for stream in (True, False):
+        assert [row.turn for row in open_trace(form, chats, stream=stream, columns=named)] == [1, 2, 3, 4]
+    none = write_as(form, tmp_path, [{**row, "output_tokens": 0, "arrival_time": 0} for row in rows])
+    check_refused(form, none, "[12]: field 'output_tokens' is '?0'?; expected a whole number of tokens from 1")
+    said = "[78]: field 'output_tokens' is 0, as in all rows before; expected a request with output"
+    check_refused(form, none, said, columns=named)
+
+
+USAGE = {"arrival_time": "created", "prompt_tokens": "usage.prompt_tokens", "output_tokens": "usage.details.out"}
+
+
+def nested(**more: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "created": i,
+            "usage": {"prompt_tokens": 5 + i, "details": {"out": 3, "cached": 1}, **more},
+            "a.b": i,
+            "c": {"d": 1},
+        }
+        for i in range(3)
+    ]
+
+
+def test_a_dotted_name_leads_into_the_objects_of_jsonl(tmp_path):
+    file = write(tmp_path, "t.jsonl", json_lines(*nested()))
+    trace = read_trace("jsonl", file, columns=USAGE)
+    assert [(row.num_prompt_tokens, row.num_output_tokens) for row in trace] == [(5, 3), (6, 3), (7, 3)]
+    assert trace.notes == ("ignored fields: usage.details.cached, a.b, c",)
+    kept = read_trace("jsonl", file, columns=USAGE, where={"a.b": [0, 2], "c.d": 1})
+    assert [row.num_prompt_tokens for row in kept] == [5, 7]
+    wrong = {**USAGE, "prompt_tokens": "usage.prompt_token", "max_tokens": "usage.prompt_tokens"}
+    said = "trace.columns names 'usage.prompt_toks', which it has not; did you mean 'usage.prompt_tokens'?"
+    check_refused("jsonl", file, said, columns={**USAGE, "priority": "usage.prompt_toks"})
+    check_refused("jsonl", file, ":1: neither 'prompt_token_ids' nor 'prompt_tokens' is given", columns=wrong)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_column_may_be_said_to_be_none_of_ours(tmp_path, form):
+    rows = [{"arrival_time": float(i), "prompt_tokens": 3, "turn": 9 - i, "tenant": "a"} for i in range(3)]
+    file = write_as(form, tmp_path, rows)
+    check_refused(form, file, "session_id")
+    trace = read_trace(form, file, columns={"turn": None})
+    assert [(row.turn, row.tenant) for row in trace] == [(None, "a")] * 3
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_columns_may_be_separated_otherwise(tmp_path, separator):
+    text = "arrival_time,prompt_tokens,tenant\n0.5,3,A B\n2.5,4,C\n".replace(",", separator)
+    trace = read_trace("csv", write(tmp_path, "t.csv", text))
+    assert [(row.num_prompt_tokens, row.tenant) for row in trace] == [(3, "A B"), (4, "C")]

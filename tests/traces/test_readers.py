@@ -99,7 +99,7 @@ def test_mixed_offsets_are_refused(tmp_path):
         ("TIMESTAMP\n", "'ContextTokens' is missing; .*, found TIMESTAMP$"),
         ("2023-11-16 18:15:46,44,44\n", r"expected each name once; the first line has values: put the columns' names "),
         ("2023-11-16 18:15:46,374,44\n", r"found 2023-11-16 18:15:46, 374, 44; the first line has values: put the "),
-        ("TIMESTAMP\tContextTokens\n", r"; separate the columns by commas$"),
+        ("TIMESTAMP\tContextTokens\n", r"column 'GeneratedTokens' is missing; .* found TIMESTAMP, ContextTokens$"),
         ("TIMESTAMP,ContextTokens\n", r"a\.csv:1: column 'GeneratedTokens' is missing; expected .*found TIMESTAMP"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", r"a\.csv: no requests"),
     ],

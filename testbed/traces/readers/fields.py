@@ -26,6 +26,7 @@ _DATE = re.compile(r"\s*\d{4}-\d\d-\d\d")
 _YEAR_1 = datetime(1, 1, 1, tzinfo=UTC)
 _EPOCH = 1_262_304_000, 4_102_444_800  # 2010 and 2100 in s since 1970: as seconds of a run they are 40 years and more
 _UNITS = {"seconds since 1970": 10**9, "milliseconds since 1970": 10**6}  # in ns
+NO_OFFSET = "instants without an offset"
 _ANY_INSTANT = "an instant as 2023-11-16 18:15:46.6805900, with or without an offset as +00:00 (up to 23:59)"
 
 
@@ -91,7 +92,7 @@ def arrival(value: object, place: str, field: str) -> tuple[int, str]:
         value = value.isoformat()
     if isinstance(value, str) and _DATE.match(value):
         ns, has_offset = instant(value, place, field)
-        return ns, f"instants with{'' if has_offset else 'out'} an offset"
+        return ns, "instants with an offset" if has_offset else NO_OFFSET
     number: Any = decimal(value.strip()) if isinstance(value, str) else value
     if isinstance(number, int | float):
         for clock, unit_ns in _UNITS.items():
@@ -213,8 +214,6 @@ def is_plain(text: str) -> bool:
 
 def header_hint(names: Sequence[str]) -> str:
     """Returns what a CSV file lacks whose first line has no names of columns; "" if it may have."""
-    if len(names) == 1 and any(separator in names[0] for separator in ";\t|"):
-        return "; separate the columns by commas"
     is_row = any(decimal(name) is not None for name in names)
     return "; the first line has values: put the columns' names before it" if is_row else ""
 

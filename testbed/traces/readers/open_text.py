@@ -142,7 +142,7 @@ def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[str, 
     not end.
     """
     numbers = [0]
-    reader = csv.reader(_numbered(path, numbers), strict=True)
+    reader = csv.reader(_numbered(path, numbers), strict=True, delimiter=_separator(path))
     try:
         header = [name.strip() for name in next(reader, [])]
         if not header:
@@ -170,7 +170,13 @@ def read_csv(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[str, 
 
 def csv_header(path: str | Path) -> tuple[str, ...]:
     """Returns the names of a CSV file's columns, which `read_csv` checks."""
-    return tuple(name.strip() for name in next(csv.reader(_numbered(path, [0])), []))
+    return tuple(name.strip() for name in next(csv.reader(_numbered(path, [0]), delimiter=_separator(path)), []))
+
+
+def _separator(path: str | Path) -> str:
+    """Returns what separates the columns' names: in a line without a comma it may be another character."""
+    first = next(_numbered(path, [0]), "")
+    return next((one for one in ";\t|" if one in first and "," not in first), ",")
 
 
 def _numbered(path: str | Path, numbers: list[int]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from testbed.errors import TraceError
 from testbed.traces.arrange import check_row, check_turn, sessions_of, used_twice
 from testbed.traces.readers.open_parquet import parquet_records, parquet_schema
 from testbed.traces.readers.open_text import Record, csv_header, existing_file, format_suffix, read_csv, read_objects
-from testbed.traces.readers.own_log import Columns, Log, Where, check_there
+from testbed.traces.readers.own_log import Columns, Log, Where, check_there, spread
 from testbed.traces.readers.own_rows import Draft, fill, read_draft
 from testbed.traces.schema import Trace, TraceRequest
 from testbed.traces.stream import OutOfOrderError, StreamedTrace, whole
@@ -83,7 +83,9 @@ def own_format(path: str | Path) -> str:
 def _objects(path: str | Path, columns: Columns | None, where: Where | None) -> Iterator[Record]:
     """Yields the objects; checks at the end that one has each of the names, as one alone need not have all."""
     seen: dict[str, None] = {}
-    for place, fields in read_objects(path):
+    spreading = spread(columns, where)
+    for place, record in read_objects(path):
+        fields = spreading(record)
         if columns or where:
             seen.update(dict.fromkeys(fields))
         yield place, fields
@@ -122,14 +124,13 @@ def of_log(name: str, path: str | Path, log: Log) -> StreamedTrace:
 
 def _in_order(log: Log) -> Iterator[TraceRequest]:
     ids: set[str] = set()
-    clock: str | None = None  # of the first arrival, from whose start_ns the others count
-    start_ns = 0
+    start_ns = 0  # the first arrival, from which the others count
     newest: dict[str, tuple[int | None, TraceRequest]] = {}  # session -> its newest turn: in the file, and its row
     for place, fields in log:
         draft = read_draft(fields, place, str(len(ids)))
-        if clock is None and draft.clock:
+        if log.clock is None and draft.clock:
             start_ns = draft.row.arrival_ns
-        clock = _one_clock(clock, draft)
+        log.clock = _one_clock(log.clock, draft)
         log.check_turn(draft.row)
         session = draft.row.session_id
         last, previous = newest.get(session or "", (None, None))
@@ -158,12 +159,11 @@ def _turn_too_early(row: TraceRequest, last: int | None, is_first: bool) -> OutO
 def _in_any_order(log: Log) -> Iterator[TraceRequest]:
     """Reads all rows, then makes the contents of those with counts, session by session in turn order."""
     drafts: list[Draft] = []
-    clock: str | None = None
     for place, fields in log:
         drafts.append(read_draft(fields, place, str(len(drafts))))
-        clock = _one_clock(clock, drafts[-1])
+        log.clock = _one_clock(log.clock, drafts[-1])
         log.check_turn(drafts[-1].row)
-    if clock:
+    if log.clock:
         start_ns = min(draft.row.arrival_ns for draft in drafts if draft.clock)
         drafts = [_since(draft, start_ns) for draft in drafts]
     rows = [draft.row for draft in drafts]

@@ -14,13 +14,14 @@ from typing import Any
 
 from testbed.errors import ConfigError, TraceError
 from testbed.foreign_text import nearest, shortened, shown
-from testbed.traces.readers.fields import decimal, is_plain, listed
+from testbed.traces.readers.fields import NO_OFFSET, decimal, is_plain, listed
 from testbed.traces.readers.open_text import Record
 from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, KNOWN, ignored_fields
 from testbed.traces.schema import TraceRequest
 from testbed.wording import count
 
-Columns = Mapping[str, str]  # the testbed's field -> the file's name for it
+Columns = Mapping[str, str | None]  # the testbed's field -> the file's name for it; None: the file has none
+_NO_TOKEN = (0, "0")  # of an output
 Where = Mapping[str, Any]  # the file's name of a field -> the value, or the list of values, of the rows to keep
 
 
@@ -35,8 +36,12 @@ def check_columns(columns: object) -> None:
             raise ConfigError(
                 f"trace.columns has {field!r}, which is no field of ours; {near}valid: {', '.join(FIELDS)}"
             )
+        if name is None:
+            continue
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"trace.columns.{field} is {shown(name)}; it must be a name in the file, as a string")
+            raise ConfigError(
+                f"trace.columns.{field} is {shown(name)}; it must be a name in the file, as a string, or null for none"
+            )
         if name in given:
             raise ConfigError(f"trace.columns names {name!r} for {given[name]} and for {field}; a column is one field")
         given[name] = field
@@ -56,17 +61,42 @@ def check_where(where: object) -> None:
 def check_there(path: str | Path, columns: Columns | None, where: Where | None, names: Iterable[str]) -> None:
     """Raises TraceError if a name of `columns` or `where` is none of the file's."""
     there = list(names)
-    for key, wanted in (("columns", (columns or {}).values()), ("where", where or {})):
+    for key, wanted in (("columns", _names_of(columns)), ("where", where or {})):
         if absent := [name for name in wanted if name not in there]:
             near = nearest(absent[0], there)
             raise TraceError(f"{path}: trace.{key} names {absent[0]!r}, which it has not; {near}found {listed(there)}")
+
+
+def spread(columns: Columns | None, where: Where | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Returns what replaces, in the fields of a record, the objects that a name of `columns` or `where` leads into by
+    their values: {"usage": {"prompt_tokens": 5}} by {"usage.prompt_tokens": 5}."""
+    dotted = [name for name in (*_names_of(columns), *(where or {})) if "." in name]
+    tops = list(dict.fromkeys(name.partition(".")[0] for name in dotted))
+
+    def spreading(fields: dict[str, Any]) -> dict[str, Any]:
+        inner = {name: fields[name] for name in tops if isinstance(fields.get(name), dict)}
+        return {**_flat(inner), **{name: value for name, value in fields.items() if name not in inner}}
+
+    return spreading if tops else lambda fields: fields
+
+
+def _flat(fields: dict[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        found |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
+    return found
+
+
+def _names_of(columns: Columns | None) -> list[str]:
+    return [name for name in (columns or {}).values() if name is not None]
 
 
 class Log:
     """The records of a file, any number of times; what is public is of the newest time.
 
     read: returns all records. limit: of those that are kept. notes: what is known of the file before it is read. also:
-    names that somebody else reads. is_partial: whether `read` leaves out records, as `where` does.
+    names that somebody else reads. is_partial: whether `read` leaves out records, as `where` does. is_foreign: whether
+    requests without output are no mistake, and left out; by default with `columns` or `where`.
     """
 
     def __init__(
@@ -79,23 +109,28 @@ class Log:
         *,
         also: Collection[str] = (),
         is_partial: bool = False,
+        is_foreign: bool | None = None,
     ) -> None:
         self._read, self._limit, self._columns, self._notes = read, limit, columns, notes
         self._kept = {name: {_compared(one) for one in _values(value)} for name, value in (where or {}).items()}
         said = ", ".join(f"{name}: {json.dumps(value, default=str)}" for name, value in (where or {}).items())
         self.where = f"trace.where={{{shortened(said)}}}" if where else ""
+        self._is_foreign = bool(columns or where) if is_foreign is None else is_foreign
         self._also, self._is_partial = {*self._kept, *also}, bool(where) or is_partial
         self._begin()
 
     def _begin(self) -> None:
         self._names: dict[str, None] = {}  # of the fields of all records that were kept
-        self._num_read = self._num_left_out = 0
+        self._num_read = self._num_without_output = 0
+        self._num_left_out = dict.fromkeys(self._kept, 0)  # by the first name in `where` whose value is another
+        self.clock: str | None = None  # of the arrivals, as `fields.arrival` calls it; its user sets it
+        self._counts_turns = self._is_partial  # as some of a session may be left out
         self.has_turns: bool | None = None  # whether the rows of sessions have a turn; None: there are no such rows
 
     def __iter__(self) -> Iterator[Record]:
         self._begin()
         chosen = self._chosen() if self._kept else self._read()
-        for place, fields in islice(_renamed(chosen, self._columns), self._limit):
+        for place, fields in islice(self._with_output(_renamed(chosen, self._columns)), self._limit):
             if not self._names.keys() >= fields.keys():
                 self._names.update(dict.fromkeys(fields))
             yield place, fields
@@ -103,10 +138,26 @@ class Log:
     def _chosen(self) -> Iterator[Record]:
         for place, fields in self._read():
             self._num_read += 1
-            if all(_compared(fields.get(name)) in values for name, values in self._kept.items()):
+            other = (name for name, values in self._kept.items() if _compared(fields.get(name)) not in values)
+            if (name := next(other, None)) is None:
                 yield place, fields
             else:
-                self._num_left_out += 1
+                self._num_left_out[name] += 1
+
+    def _with_output(self, records: Iterator[Record]) -> Iterator[Record]:
+        place, is_any = "", False
+        for place, fields in records:
+            num = fields.get("output_tokens")
+            if self._is_foreign and num in _NO_TOKEN and not isinstance(num, bool):
+                self._num_without_output += 1
+                self._counts_turns = True
+            else:
+                is_any = True
+                yield place, fields
+        if self._num_without_output and not is_any:
+            raise TraceError(
+                f"{place}: field 'output_tokens' is 0, as in all rows before; expected a request with output"
+            )
 
     def check_turn(self, row: TraceRequest) -> None:
         """Raises TraceError unless each row of a session has a turn, or none has one and each an arrival of its own."""
@@ -126,7 +177,7 @@ class Log:
     def with_turn(self, row: TraceRequest, last: int | None, previous: TraceRequest | None) -> TraceRequest:
         """Returns the row with its turn, counted from that of the row before it in its session (`previous`, whose turn
         is `last` in the file). If it is not the next, the row is out of order."""
-        if row.session_id is None or (self.has_turns and not self._is_partial):
+        if row.session_id is None or (self.has_turns and not self._counts_turns):
             return row
         turn = row.turn or 0
         if previous is not None and previous.turn is not None:
@@ -138,13 +189,23 @@ class Log:
         """Returns the notes on the newest time, which went to the end."""
         notes = [*ignored_fields(name for name in self._names if name not in self._also), *self._notes]
         notes += self.left_out()
+        if self._num_without_output:
+            notes.append(f"{count(self._num_without_output, 'request')} without output left out: output_tokens is 0")
+        if self.clock == NO_OFFSET:
+            notes.append(
+                "instants without an offset are read as UTC: where clocks were changed, a gap or order is false"
+            )
         if self.has_turns is False:
             notes.append("the file has no turns: they are numbered by arrival within each session")
         return notes
 
     def left_out(self) -> list[str]:
         """Returns the note on what `where` left out, or none without it."""
-        said = f"{self._num_left_out:,} of {count(self._num_read, 'row')} left out: {self.where}"
+        num, each = (
+            sum(self._num_left_out.values()),
+            ", ".join(f"{n:,} by {name}" for name, n in self._num_left_out.items()),
+        )
+        said = f"{num:,} of {count(self._num_read, 'row')} left out{f' ({each})' * (len(self._kept) > 1)}: {self.where}"
         return [said] if self._kept else []
 
 
@@ -167,9 +228,10 @@ def _renamed(records: Iterator[Record], columns: Columns | None) -> Iterator[Rec
     """Returns the records with our names for the fields in `columns`, which take the place of any that have these."""
     if not columns:
         return records
-    left = {*columns, *columns.values()}
+    named = {ours: name for ours, name in columns.items() if name is not None}
+    left = {*columns, *named.values()}
     return (
-        (place, {ours: fields[name] for ours, name in columns.items() if name in fields}
+        (place, {ours: fields[name] for ours, name in named.items() if name in fields}
          | {name: value for name, value in fields.items() if name not in left})
         for place, fields in records
     )  # fmt: skip

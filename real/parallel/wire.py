@@ -25,20 +25,21 @@ def pack(plan: BatchPlan, rows: Sequence[ScheduledSequence]) -> bytes:
     sent = []
     for row in rows:
         num_scored = row.num_prompt_tokens if row.sampling.prompt_logprobs is not None else 0
-        sent.append((row.start, row.num_tokens, list(row.tokens), row.samples, list(row.block_table), num_scored))
+        tokens, table = list(row.tokens), list(row.block_table)
+        sent.append((row.seq_id, row.start, row.num_tokens, tokens, row.samples, table, num_scored))
     return pickle.dumps((sent, plan.swap_out, plan.swap_in, plan.copies))
 
 
 def unpack(message: bytes) -> BatchPlan:
-    """Returns a plan with the same work. Its rows are numbered from 0, forced, and greedy."""
+    """Returns a plan with the same work. Its rows are forced and greedy."""
     sent, swap_out, swap_in, copies = pickle.loads(message)
     rows = [
         ScheduledSequence(
-            number, start, num_tokens, tokens, samples, True, table,
+            seq_id, start, num_tokens, tokens, samples, True, table,
             SCORES_PROMPT if num_scored else COMPUTE_ONLY,
             num_prompt_tokens=num_scored,
             history=(0,) * num_scored,  # only the scored positions matter here, not the tokens
         )
-        for number, (start, num_tokens, tokens, samples, table, num_scored) in enumerate(sent)
+        for seq_id, start, num_tokens, tokens, samples, table, num_scored in sent
     ]  # fmt: skip
     return BatchPlan(0, NO_SHAPE, MadeRows(tuple(rows)), swap_out=swap_out, swap_in=swap_in, copies=copies)

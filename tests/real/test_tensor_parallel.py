@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from real.backend import RealBackend
+from real.block_tables import HostTables
 from real.config import EngineOptions, RealConfig
 from real.driver import Computed, Work
 from real.parallel import backend as parallel
@@ -206,11 +207,12 @@ def test_the_rank_with_the_least_room_decides_how_many_blocks_there_are(num_byte
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 PAIRS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)), max_size=3).map(tuple)
 ROWS = st.builds(
-    lambda tokens, table, start, samples, scored: row(
-        7, [0] * start + tokens, table, start=start, samples=samples, sampling=SamplingParams(prompt_logprobs=scored)
+    lambda seq_id, tokens, table, start, samples, scored: row(
+        seq_id, [0] * start + tokens, table, start=start, samples=samples,
+        sampling=SamplingParams(prompt_logprobs=scored),
     ).replace(num_prompt_tokens=start + 1),
-    IDS.filter(len), st.lists(st.integers(-1, 2**31 - 1), max_size=5), st.integers(0, 9), st.booleans(),
-    st.sampled_from([None, 0, 3]),
+    st.integers(0, 2**40), IDS.filter(len), st.lists(st.integers(-1, 2**31 - 1), max_size=5), st.integers(0, 9),
+    st.booleans(), st.sampled_from([None, 0, 3]),
 )  # fmt: skip
 
 
@@ -221,13 +223,25 @@ def test_a_plan_that_was_sent_asks_for_the_same_work(rows, swap_out, swap_in, co
     assert (got.swap_out, got.swap_in, got.copies) == (swap_out, swap_in, copies)
     assert len(got.scheduled) == len(rows)
     for one, other in zip(rows, got.scheduled, strict=True):
-        for name in ("start", "num_tokens", "samples"):
+        for name in ("seq_id", "start", "num_tokens", "samples"):
             assert getattr(one, name) == getattr(other, name)
         assert (list(one.tokens), list(one.block_table)) == (list(other.tokens), list(other.block_table))
         is_scored = one.sampling.prompt_logprobs is not None
         assert (other.sampling.prompt_logprobs is not None) == is_scored
         assert other.num_prompt_tokens == one.num_prompt_tokens * is_scored
         assert other.forced
+
+
+def test_another_rank_s_device_is_sent_only_new_blocks_after_a_sequence_has_ended():
+    driver, other = HostTables(3, 8), HostTables(3, 8)
+    tables = {4: [5, 6], 7: [8, 9], 8: [1, 2]}
+    for _ in range(2):
+        rows = [row(seq_id, [0], table) for seq_id, table in tables.items()]
+        new = driver.update(rows)[1].blocks.tolist()
+        assert other.update(unpack(pack(plan_of(*rows), rows)).scheduled)[1].blocks.tolist() == new
+        del tables[min(tables)]
+        tables[8].append(3)
+    assert new == [3]
 
 
 # --- mistakes and deaths ---

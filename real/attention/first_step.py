@@ -1,4 +1,4 @@
-"""Two small test steps on a GPU, before a model is loaded. Some faults of a provider show only there: a compiler's
+"""Two small test steps, before a model is loaded. Some faults of a provider show only on the device: a compiler's
 missing header, a binary for other GPUs, a kernel that needs too much of a multiprocessor, wrong numbers. The test turns
 them into a reason against the provider instead of a later traceback. It compiles kernels that the engine needs anyway.
 """
@@ -29,7 +29,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, AttentionMetadata]
 @torch.inference_mode()
 def why_it_fails(provider: AttentionProvider, spec: AttentionSpec) -> str | None:
     """Why a provider fails at a step with all kinds of rows or at one with decodes only; None if its outputs are those
-    of the reference. Raises DeviceError if the GPU does not answer any more."""
+    of the reference. Raises DeviceError if a GPU does not answer any more."""
     reference = TorchAttention(spec)
     for rows in ([PROMPT, CHUNK, SHORT, LONG], [SHORT, LONG]):
         inputs = _inputs(spec, rows)

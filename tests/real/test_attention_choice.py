@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from real import kernels
 from real.attention import first_step, flash3_provider, flash_provider, triton_provider, varlen_provider
 from real.attention.flash_provider import why_not
 from real.attention.flash_step import ALL, FlashProvider, Options, Part
-from real.attention.registry import PROVIDERS, Choice, choose_attention, choose_together
+from real.attention.registry import PROVIDERS, Choice, Entry, choose_attention, choose_together
 from real.attention.torch_provider import TorchAttention
 from testbed.errors import ConfigError
 from tests.kernels.paged_batches import Batch, make_spec
@@ -271,6 +272,15 @@ def test_a_first_step_that_fails_is_told_in_a_line():
     assert first_step.why_it_fails(Wrong(spec, fail), spec) == (
         "it failed at a first small step (RuntimeError: no kernel image is available for execution on the device)"
     )
+
+
+def test_a_provider_of_ones_own_that_is_wrong_is_refused_on_a_cpu_too(monkeypatch):
+    for change, why in ((spoil_the_last_row, "its output of a first small step is"), (fail, "RuntimeError: no kernel")):
+        monkeypatch.setitem(PROVIDERS, "wrong", Entry(lambda spec: None, partial(Wrong, change=change)))
+        with pytest.raises(ConfigError, match=f"attention=wrong cannot run here: .*{why}.*can run: auto, .*torch"):
+            choose_attention("wrong", make_spec())
+    monkeypatch.setitem(PROVIDERS, "wrong", Entry(lambda spec: None, partial(Wrong, change=torch.clone)))
+    assert choose_attention("wrong", make_spec()).provider.name == "wrong"
 
 
 @pytest.mark.usefixtures("flash", "ampere", "with_flash_in_torch")

@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from real import loader
 from real.checkpoint import make_checkpoint
 from real.loader import INDEX_FILE, SINGLE_FILE
+from real.models.registry import MODELS
 from testbed.errors import ConfigError, ModelError
+from testbed.specs.hf_config import ARCHITECTURES as KNOWN
 from testbed.specs.hf_config import load_hf_config
 from testbed.specs.model import ModelSpec
 from tests.real.engine_helpers import ARCHITECTURES, checkpoint, load_error, row, step_logits, tiny_backend, tiny_spec
@@ -183,6 +185,12 @@ def test_unsupported_architecture(tmp_path):
     message = load_error(tiny_spec(architecture="MambaForCausalLM"))
     assert "'MambaForCausalLM'" in message
     assert "supported: Qwen3ForCausalLM" in message
+
+
+def test_each_architecture_has_its_defaults_and_a_small_model_of_the_tests():
+    """Without defaults of its own a key that config.json leaves out is another architecture's: wrong without a word."""
+    assert set(MODELS) <= set(KNOWN)
+    assert set(MODELS) == {tiny_spec(**changes).architecture for changes in ARCHITECTURES.values()}
 
 
 MIXED = ["full_attention", "sliding_attention"]

@@ -65,10 +65,7 @@ class ModelRunner:
         self._staging = Staging(placement.device)
 
     def prepare(self, rows: Sequence[ScheduledSequence]) -> StepInputs:
-        """Returns the flat inputs of the rows, in their order. Copies to a GPU are pinned and asynchronous.
-
-        Raises RequestError for a token id outside the vocabulary.
-        """
+        """Returns the flat inputs of the rows, in their order. Copies to a GPU are pinned and asynchronous."""
         try:
             return self._prepared(rows)
         except BaseException:

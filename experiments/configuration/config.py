@@ -267,6 +267,13 @@ class RunConfig:
                 "known; leave one of them out"
             )
         device = freeze(DeviceSpec, "device", raw["device"])
+        sampling = freeze(SamplingParams, "sampling", raw["sampling"])
+        for token, _ in sampling.logit_bias:
+            if token >= model.vocab_size:
+                raise ConfigError(
+                    f"sampling.logit_bias names token {token}; the vocabulary of model {model.name} has ids 0 to "
+                    f"{model.vocab_size - 1}"
+                )
         return cls(
             backend=_placed(freeze(BACKENDS[name], "backend", raw["backend"]), device),
             scheduler=freeze(SchedulerConfig, "scheduler", raw["scheduler"]),
@@ -276,7 +283,7 @@ class RunConfig:
             device=device,
             tensor_parallel_size=freeze(TensorParallelConfig, "device", raw["device"]).tensor_parallel_size,
             cost=_cost(raw["cost"]),
-            sampling=freeze(SamplingParams, "sampling", raw["sampling"]),
+            sampling=sampling,
             record=record,
             slo=slo,
             report=report,

@@ -29,7 +29,7 @@ class SampleFeed:
         self._kept: tuple[Batch, SampleInputs, SampleInputs] | None = None
 
     def inputs(self, rows: Sequence[ScheduledSequence]) -> SampleInputs:
-        """Returns `sample_inputs` on the device; does not wait. Raises RequestError as `sample_inputs` does."""
+        """Returns `sample_inputs` on the device; does not wait."""
         batch = _batch_of(rows)
         if self._kept is not None and batch == self._kept[0]:
             _, host, there = self._kept

@@ -18,7 +18,6 @@ from real.sampling.noise import Streams, draw_keys, streams_of
 from real.sampling.shaping import Edits, Filters, Penalties
 from testbed.core.plan import ScheduledSequence
 from testbed.core.request import SamplingParams
-from testbed.errors import RequestError
 
 T = TypeVar("T")
 FORBIDDEN = float("-inf")
@@ -109,8 +108,7 @@ class SampleInputs(NamedTuple):
 
 
 def sample_inputs(rows: Sequence[ScheduledSequence], source: Source) -> SampleInputs:
-    """Returns the inputs for the rows of a plan. Raises RequestError for a logit_bias, or a token of a prompt that is
-    to be scored, outside the model's vocabulary."""
+    """Returns the inputs for the rows of a plan."""
     sampled = [row for row in rows if row.samples]
     groups: dict[Kind, list[Draw]] = {}
     forks: list[tuple[int, ...]] = []
@@ -191,12 +189,7 @@ def _edits(draws: list[Draw], source: Source) -> Edits:
     for draw in draws:
         sampling = draw.row.sampling
         own = list(sampling.logit_bias)
-        for token, _ in own:
-            if token >= source.vocab_size:
-                raise RequestError(
-                    f"sampling.logit_bias of sequence {draw.row.seq_id} names token {token}; the model's vocabulary "
-                    f"has {source.vocab_size} tokens, from 0 on"
-                )
+        assert all(token < source.vocab_size for token, _ in own), "biases are of tokens in the model's vocabulary"
         if sampling.min_tokens and _ends_too_early(draw.row):
             stops = stop_tokens(sampling, source.eos_token_id)
             own += [(token, FORBIDDEN) for token in stops if token < source.vocab_size]
@@ -286,9 +279,7 @@ def _prompt_inputs(rows: Sequence[ScheduledSequence], vocab_size: int) -> Prompt
         first += row.num_tokens
     if not parts:
         return None
-    outside = next((token for token in (max(token_ids), min(token_ids)) if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise RequestError(f"a prompt has a token id outside the model's vocabulary of {vocab_size} tokens: {outside}")
+    assert 0 <= min(token_ids) <= max(token_ids) < vocab_size, "every token is in the model's vocabulary"
     return PromptInputs(torch.tensor(places), torch.tensor(token_ids), tuple(num_top), tuple(parts))
 
 

@@ -172,6 +172,9 @@ def test_a_key_of_another_option_names_that_option(overrides: list[str], expecte
         (["scheduler.prefix_caching=false"], "unknown key 'scheduler.prefix_caching'; did you mean 'cache.prefix_c"),
         (["cache={blok_size: 3}"], "unknown key 'cache.blok_size'; did you mean 'cache.block_size'? cache has: "),
         (["trace.prompt={kind: constant, valu: 3}"], "unknown key 'trace.prompt.valu'; did you mean 'trace.prompt.va"),
+        *((["model=tiny", f"backend={backend}", "sampling.logit_bias=[[5,1],[99999,1.0]]"],
+           "sampling.logit_bias names token 99999; the vocabulary of model tiny has ids 0 to ")
+          for backend in ("sim", "real")),
         (["sampling.stop_token_ids=[1,x]"], "an item of sampling.stop_token_ids is 'x'; it must be a whole number"),
         (["~cache.watermark"], "~cache.watermark: a run has all of its keys; give this one a value"),
         (["~nowhere"], "~nowhere: a run has all of its keys; give this one a value"),

@@ -33,6 +33,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from real.layers.norm import rms_norm
+from real.layers.rotary import rotate
+
 FP8_FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -142,12 +145,24 @@ class StepAttention(NamedTuple):
     turn_and_store: TurnAndStore | None = None  # fuses the work between a layer's projections and `attend`
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *, is_stored: bool = False
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        norm: HeadNorm | None = None,
     ) -> Tensor:
-        """Stores key and value, unless `turn_and_store` did (is_stored), and attends. The result has the shape of query
-        and is valid until the next call."""
-        if not is_stored:
-            self.store(key, value, kv_cache)
+        """Normalises the heads of queries and keys, rotates them by (cos, sin), stores keys and values, and attends.
+        The result has the shape of query and is valid until the next call."""
+        if rotation is not None and self.turn_and_store is not None:
+            self.turn_and_store(query, key, value, norm, rotation, kv_cache)
+            return self.attend(query, key, value, kv_cache)
+        if norm is not None:
+            query, key = rms_norm(query, norm.query_weight, norm.eps), rms_norm(key, norm.key_weight, norm.eps)
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
+        self.store(key, value, kv_cache)
         return self.attend(query, key, value, kv_cache)
 
 

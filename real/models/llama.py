@@ -18,8 +18,8 @@ from real.layers.embedding import LMHead, VocabEmbedding
 from real.layers.experts import SparseFeedForward
 from real.layers.fp8 import linear_method
 from real.layers.linear import Linear, QKVParallel, RowParallel, even_part
-from real.layers.norm import RMSNorm, rms_norm
-from real.layers.rotary import RotaryEmbedding, rotate
+from real.layers.norm import RMSNorm
+from real.layers.rotary import RotaryEmbedding
 from real.models.interface import CausalLM
 from testbed.specs.model import ModelSpec
 from testbed.specs.quantization import Fp8Scheme
@@ -41,15 +41,7 @@ class LlamaAttention(nn.Module):
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor, attention: StepAttention
     ) -> Tensor:
         query, key, value = self.qkv_proj.project(hidden)
-        turn_and_store, norm = attention.turn_and_store, self._head_norm()
-        if turn_and_store is not None:
-            turn_and_store(query, key, value, norm, rotation, kv_cache)
-        else:
-            if norm is not None:
-                query = rms_norm(query, norm.query_weight, norm.eps)
-                key = rms_norm(key, norm.key_weight, norm.eps)
-            query, key = rotate(query, *rotation), rotate(key, *rotation)
-        attended = attention(query, key, value, kv_cache, is_stored=turn_and_store is not None)
+        attended = attention(query, key, value, kv_cache, rotation, self._head_norm())
         output: Tensor = self.o_proj(attended.flatten(1))
         return output
 

@@ -7,8 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from real.attention import flash3_provider, flash_provider, torch_provider
+from real.attention import cpu_provider, flash3_provider, flash_provider, torch_provider
+from real.attention.cpu_provider import CpuAttention
+from real.attention.interface import HeadNorm
 from real.attention.torch_provider import TorchAttention
+from real.layers.norm import rms_norm
+from real.layers.rotary import rotate
 from tests.kernels.paged_batches import Batch, make_spec
 
 
@@ -38,6 +42,28 @@ def test_torch_attention_equals_a_float64_reference(
         output = TorchAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
     tolerance = 2e-6 * max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_step_normalises_and_rotates_heads_before_it_stores_them(has_norm, is_fused):
+    if is_fused and (reason := cpu_provider.why_not(make_spec(head_dim=16))):
+        pytest.skip(reason)
+    spec, rows = make_spec(head_dim=16), [(9, 1), (0, 5), (30, 4)]
+    batch, turned = Batch(spec, rows, seed=3), Batch(spec, rows, seed=3)
+    angles = torch.rand(len(batch.query), 1, 8) * 6.3
+    rotation, norm = (angles.cos(), angles.sin()), None
+    if has_norm:
+        norm = HeadNorm(torch.rand(16), torch.rand(16), 1e-6)
+        turned.query = rms_norm(turned.query, norm.query_weight, norm.eps)
+        turned.key = rms_norm(turned.key, norm.key_weight, norm.eps)
+    turned.query, turned.key = (rotate(x, *rotation) for x in (turned.query, turned.key))
+    step = (CpuAttention if is_fused else TorchAttention)(spec).prepare(batch.metadata)
+    assert (step.turn_and_store is not None) == is_fused
+    output = step(batch.query, batch.key, batch.value, batch.kv_cache, rotation, norm)
+    torch.testing.assert_close(output.double(), turned.expected(), atol=1e-5, rtol=0)
+    TorchAttention(spec).prepare(turned.metadata)(turned.query, turned.key, turned.value, turned.kv_cache)
+    torch.testing.assert_close(batch.kv_cache, turned.kv_cache, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

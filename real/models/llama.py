@@ -95,10 +95,10 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None, layer: type[nn.Module]) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, placement)
-        self.layers = nn.ModuleList(LlamaLayer(spec, placement, scheme) for _ in range(spec.num_hidden_layers))
+        self.layers = nn.ModuleList(layer(spec, placement, scheme) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, placement)
         self.rotary = RotaryEmbedding(spec, placement.device)
 
@@ -116,9 +116,16 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """See CausalLM for the shapes. scheme: quantisation of the layers' projections; None: they are not quantised."""
+    """See CausalLM for the shapes. scheme: quantisation of the layers' projections; None: they are not quantised.
+    layer: the class of the layers, which is made and called as LlamaLayer."""
 
-    def __init__(self, spec: ModelSpec, placement: Placement, scheme: Fp8Scheme | None = None) -> None:
-        model = LlamaModel(spec, placement, scheme)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        placement: Placement,
+        scheme: Fp8Scheme | None = None,
+        layer: type[nn.Module] = LlamaLayer,
+    ) -> None:
+        model = LlamaModel(spec, placement, scheme, layer)
         tied_to = model.embed_tokens if spec.tie_word_embeddings else None
         super().__init__(model, LMHead(spec.vocab_size, spec.hidden_size, placement, tied_to))

@@ -23,6 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from real.config import ATTENTION_NAMES
 from real.replay import HostTimes
 from testbed.core.commands import Arrive, Event
 from testbed.core.outcome import Finished
@@ -186,7 +187,7 @@ class Ours:
 
 
 OURS, STATIC = "this engine", "transformers.generate"
-PROVIDERS = ("flash_attn_3", "flash_attn", "varlen", "triton", "torch")  # attention providers on a GPU
+PROVIDERS = tuple(name for name in ATTENTION_NAMES if name not in ("auto", "cpu"))  # on a GPU
 ARMS: dict[str, Callable[[Setting], Any]] = {  # engines that generate greedily
     STATIC: Generate,
     "transformers, continuous batching": ContinuousBatching,

@@ -17,6 +17,7 @@ from real.attention.flash_provider import why_not
 from real.attention.flash_step import ALL, FlashProvider, Options, Part
 from real.attention.registry import PROVIDERS, Choice, Entry, choose_attention, choose_together
 from real.attention.torch_provider import TorchAttention
+from real.config import ATTENTION_NAMES
 from testbed.errors import ConfigError
 from tests.kernels.paged_batches import Batch, make_spec
 from tests.real.engine_helpers import tiny_backend
@@ -154,6 +155,7 @@ def test_a_flash_attention_that_was_built_for_another_torch_is_passed_over(monke
 
 
 def test_auto_takes_the_first_provider_that_can_run_and_says_why_not_the_others():
+    assert ("auto", *PROVIDERS) == ATTENTION_NAMES
     choice = choose_attention("auto", make_spec())
     assert choice.provider.name == "torch"
     assert choice.reasons == {

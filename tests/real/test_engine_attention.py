@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from real.attention import cpu_provider, flash3_provider, flash_provider, torch_provider
 from real.attention.cpu_provider import CpuAttention
 from real.attention.interface import HeadNorm
+from real.attention.registry import PROVIDERS
 from real.attention.torch_provider import TorchAttention
 from real.layers.norm import rms_norm
 from real.layers.rotary import rotate
@@ -26,22 +27,26 @@ from tests.kernels.paged_batches import Batch, make_spec
     kv_dtype=st.sampled_from(["auto", "auto", "fp8_e4m3", "fp8_e5m2"]),
     scales=st.sampled_from([(1.0, 1.0), (0.037, 2.5)]), alibi=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
-def test_torch_attention_equals_a_float64_reference(
+def test_attention_equals_a_float64_reference(
     num_kv_heads, group, head_dim, block_size, rows, mask_limit, gather_limit, query_limit, window, kv_dtype, scales,
     alibi, seed,
 ):  # fmt: skip
     spec = make_spec(
         num_kv_heads, group, head_dim, block_size, window=window, kv_dtype=kv_dtype, scales=scales, alibi=alibi
     )
-    batch = Batch(spec, rows, seed)
-    expected = batch.expected()
+    expected = Batch(spec, rows, seed).expected()
+    tolerance = 2e-6 * max(1.0, float(expected.abs().max()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_provider, "MAX_MASK_ELEMENTS", mask_limit)
         patch.setattr(torch_provider, "MAX_GATHERED_TOKENS", gather_limit)
         patch.setattr(torch_provider, "MAX_MASKED_QUERIES", query_limit)
-        output = TorchAttention(spec).prepare(batch.metadata)(batch.query, batch.key, batch.value, batch.kv_cache)
-    tolerance = 2e-6 * max(1.0, float(expected.abs().max()))
-    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
+        for name, entry in PROVIDERS.items():
+            if entry.why_not(spec) is None:
+                batch = Batch(spec, rows, seed)
+                step = entry.create(spec).prepare(batch.metadata)
+                output = step(batch.query, batch.key, batch.value, batch.kv_cache)
+                off = float((output.double() - expected).abs().max())
+                assert off <= tolerance, name
 
 
 @pytest.mark.parametrize("has_norm", [False, True])

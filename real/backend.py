@@ -127,15 +127,16 @@ class RealBackend:
             with self._part("swap"):
                 swap_ns = self.cache.execute(plan)
             clock.mark()
-            hidden = logits = drawn = None
+            drawn = None
             if inputs is not None:
                 with self._part("forward"):
                     hidden = self.runner.hidden_states(inputs, self.cache.gpu)
                     logits = self.runner.token_logits(hidden, inputs.sample_tokens)
-            clock.mark()
-            if inputs is not None and hidden is not None and logits is not None:
+                clock.mark()
                 with self._part("sample"):
                     drawn = inputs.sampling, self.runner.draw(hidden, logits, inputs)
+            else:
+                clock.mark()
             clock.mark()
         return _Launched(clock, swap_ns, drawn)
 

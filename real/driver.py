@@ -83,7 +83,7 @@ class Drive:
         self.catch_up = catch_up or (lambda: None)  # called after a launch, and when there is nothing to launch
         self._failure: Exception | None = None
         self._last_ns, self._schedule_ns, self._ended_ns = 0, 0, 0
-        self._in_flight: deque[_Launched] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._is_begun = False  # whether the next command's plan is launched
         self._command: WaitUntil | Execute
         self._ask(None)
@@ -113,7 +113,7 @@ class Drive:
         began_ns = self._clock.now_ns()
         work = self._backend.start(self._command.plan)
         launch_ns = self._clock.now_ns() - began_ns
-        self._in_flight.append(_Launched(work, self._last_ns, self._schedule_ns, launch_ns, rate))
+        self._in_flight.append(_InFlight(work, self._last_ns, self._schedule_ns, launch_ns, rate))
         self._is_begun = True
         try:
             self.catch_up()
@@ -161,7 +161,7 @@ class Drive:
         return Resume(now_ns, StepResult(now_ns, outcomes, spans, prompt_logprobs=prompt_logprobs))
 
 
-class _Launched(NamedTuple):
+class _InFlight(NamedTuple):
     """A step in flight: when it was planned, the durations of planning and launching, and the clock's rate."""
 
     work: Work

@@ -25,8 +25,10 @@ from real.config import EngineOptions
 from real.models.interface import CausalLM
 from real.staging import Staging
 
-Work = Callable[[], Tensor]  # on fixed memory; its result is in the same memory each time
-Capture = Callable[[Work], Work]  # returns the replay of the work; called from the largest shape to the smallest
+Computation = Callable[[], Tensor]  # on fixed memory; its result is in the same memory each time
+Capture = Callable[
+    [Computation], Computation
+]  # returns the replay of the work; called from the largest shape to the smallest
 
 
 class CudaCapture:
@@ -41,7 +43,7 @@ class CudaCapture:
         """Must be called after all graphs so far were released: torch adds no more graphs to their pool."""
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Computation) -> Computation:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -111,7 +113,7 @@ class Captured:
 
     def __init__(self, shape: GraphShape, tables: Tensor, scratch_slot: int) -> None:
         self.shape = shape
-        self.replay: Work  # -> final hidden states [num_tokens, hidden]; set after the capture
+        self.replay: Computation  # -> final hidden states [num_tokens, hidden]; set after the capture
         self.tables = tables
         num_tokens, num_rows, is_decode = shape
         self._padding_len = int(is_decode)  # tokens, and positions, of a padding row
@@ -213,6 +215,7 @@ class StepGraphs:
         place = bisect_left(captured, batch.num_tokens, key=lambda one: one.shape.num_tokens)
         if place == len(captured) or batch.max_blocks > self._max_blocks:
             return None
+        # only a composition of one's own has too many rows, which is refused after the step
         return captured[place] if batch.num_rows <= captured[place].shape.num_rows else None
 
     def replay(self, captured: Captured) -> Tensor:

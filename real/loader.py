@@ -24,7 +24,7 @@ T = TypeVar("T")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FORMATS = ("F32", "F16", "BF16", "F64")
-FP8_FORMATS = ("F8_E4M3",)  # of weights that stay in FP8
+FP8_STORED = ("F8_E4M3",)  # of weights that stay in FP8
 FP8_FACTOR = 64  # random FP8 weights are this much larger, and their scales smaller, so that few are rounded to 0
 
 
@@ -189,7 +189,7 @@ def _read(weights: Any, name: str, slot: Slot, file: Path) -> Tensor:
     shape, dtype, expected = list(stored.get_shape()), stored.get_dtype(), list(slot.full_shape)
     if shape != expected and (shape, expected) != ([1], []):
         raise ModelError(f"{file}: weight {name!r} has shape {shape}, the model config expects {expected}")
-    formats = FP8_FORMATS if slot.view.dtype.itemsize == 1 else FORMATS
+    formats = FP8_STORED if slot.view.dtype.itemsize == 1 else FORMATS
     if dtype not in formats:
         raise ModelError(f"{file}: weight {name!r} is stored as {dtype}; expected one of {', '.join(formats)}")
     if not expected:

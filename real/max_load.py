@@ -12,7 +12,7 @@ from real.attention.interface import metadata_of
 from real.cache_engine import CacheEngine, block_bytes
 from real.config import EngineOptions
 from real.device import memory_named
-from real.graphs import Capture, CudaCapture, GraphShape, StepGraphs, Work
+from real.graphs import Capture, Computation, CudaCapture, GraphShape, StepGraphs
 from real.layers.packed import make_code
 from real.runner import EagerInputs, ModelRunner, StepInputs
 from real.sampling.inputs import Source, heaviest_rows, sample_inputs, sent
@@ -114,7 +114,7 @@ def _measure_graphs(
     cache, device = _small_cache(runner, cache_dtype), runner.placement.device
     free = [_free_bytes(device)]  # before the first capture, and after each
 
-    def metered(work: Work) -> Work:
+    def metered(work: Computation) -> Computation:
         replay = capture(work)
         free.append(_free_bytes(device))
         return replay

@@ -16,7 +16,7 @@ from real.attention.flash_step import (
     FlashProvider,
     FlashStep,
     Options,
-    Part,
+    StepPart,
     takes_pages,
     why_not_here,
     why_not_loaded,
@@ -53,7 +53,7 @@ def _arguments(options: Options) -> dict[str, Any]:
     return arguments
 
 
-def _varlen(part: Part, query: Tensor, keys: Tensor, values: Tensor, options: Options, *, is_paged: bool) -> Tensor:
+def _varlen(part: StepPart, query: Tensor, keys: Tensor, values: Tensor, options: Options, *, is_paged: bool) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     output: Tensor = flash_attn_varlen_func(
@@ -70,7 +70,7 @@ def _varlen(part: Part, query: Tensor, keys: Tensor, values: Tensor, options: Op
     return output
 
 
-def _decode(part: Part, query: Tensor, kv_cache: Tensor, options: Options) -> Tensor:
+def _decode(part: StepPart, query: Tensor, kv_cache: Tensor, options: Options) -> Tensor:
     from flash_attn import flash_attn_with_kvcache
 
     output: Tensor = flash_attn_with_kvcache(

@@ -52,7 +52,7 @@ class Options(NamedTuple):
     slopes: Tensor | None  # ALiBi, float32 [num_heads]
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """Rows of a step that are computed in one call."""
 
     tokens: slice | Tensor  # indices of their tokens in the flat batch; ALL: they are the whole batch
@@ -69,12 +69,12 @@ class Varlen(Protocol):
     num_kv_heads, head_dim]; with is_paged, those of the cache."""
 
     def __call__(
-        self, part: Part, query: Tensor, keys: Tensor, values: Tensor, options: Options, *, is_paged: bool
+        self, part: StepPart, query: Tensor, keys: Tensor, values: Tensor, options: Options, *, is_paged: bool
     ) -> Tensor: ...
 
 
 # (part of rows with one token each, query [rows, num_heads, head_dim], KV memory, options) -> output, shape of query
-Decode = Callable[[Part, Tensor, Tensor, Options], Tensor]
+Decode = Callable[[StepPart, Tensor, Tensor, Options], Tensor]
 
 
 def why_not_here(spec: AttentionSpec) -> str | None:
@@ -181,14 +181,14 @@ class FlashStep:
         return output
 
 
-def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
+def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> StepPart | None:
     """Returns these rows as a part; None if there are none. For the whole batch nothing is sent to the device."""
     if not rows:
         return None
     query_lens, context_lens = ([lens[row] for row in rows] for lens in (metadata.query_lens, metadata.context_lens))
     longest = max(query_lens), max(context_lens)
     if len(rows) == metadata.num_rows:
-        return Part(
+        return StepPart(
             ALL, metadata.query_starts, metadata.context_starts, *longest,
             metadata.context_lens_tensor, metadata.block_tables,
         )  # fmt: skip
@@ -204,4 +204,4 @@ def _part(metadata: AttentionMetadata, rows: Sequence[int]) -> Part | None:
         spans = [np.arange(first_tokens[row], first_tokens[row + 1]) for row in rows]
         tokens, chosen = send_array(np.concatenate(spans), device), send_array(np.array(rows), device)
     own_lens, own_tables = metadata.context_lens_tensor[chosen], metadata.block_tables[chosen]
-    return Part(tokens, query_starts, context_starts, *longest, own_lens, own_tables)
+    return StepPart(tokens, query_starts, context_starts, *longest, own_lens, own_tables)

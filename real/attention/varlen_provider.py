@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from real.attention import triton_provider
-from real.attention.flash_step import FlashProvider, FlashStep, Options, Part, why_not_here
+from real.attention.flash_step import FlashProvider, FlashStep, Options, StepPart, why_not_here
 from real.attention.interface import AttentionSpec
 
 ASKED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table")  # arguments passed by name
@@ -40,7 +40,7 @@ def create(spec: AttentionSpec) -> FlashProvider:
     return FlashProvider("varlen", spec, partial(FlashStep, varlen=_varlen))
 
 
-def _varlen(part: Part, query: Tensor, keys: Tensor, values: Tensor, options: Options, *, is_paged: bool) -> Tensor:
+def _varlen(part: StepPart, query: Tensor, keys: Tensor, values: Tensor, options: Options, *, is_paged: bool) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     pages: dict[str, Any] = {}

@@ -101,7 +101,7 @@ def _draw_by_kernels(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> Non
 
 def _draw_by_torch(token_ids: Tensor, logits: Tensor, group: DrawGroup) -> None:
     """Does the same as `_draw_by_kernels`, if kernels cannot run and for draws that take the largest logit."""
-    for part in _parts(group, draws_at_a_time(logits.shape[-1])):
+    for part in _cut(group, draws_at_a_time(logits.shape[-1])):
         chosen = shape(logits, part)
         if part.keys is not None:
             chosen -= log_exponential(part.keys, logits.shape[-1])
@@ -130,7 +130,7 @@ def shape(logits: Tensor, group: DrawGroup) -> Tensor:
     return chosen
 
 
-def _parts(group: DrawGroup, size: int) -> Iterator[DrawGroup]:
+def _cut(group: DrawGroup, size: int) -> Iterator[DrawGroup]:
     """Splits the group into parts of at most `size` draws."""
     if len(group.rows) <= size:
         yield group

@@ -14,7 +14,7 @@ import torch
 from real import kernels
 from real.attention import first_step, flash3_provider, flash_provider, triton_provider, varlen_provider
 from real.attention.flash_provider import why_not
-from real.attention.flash_step import ALL, FlashProvider, Options, Part
+from real.attention.flash_step import ALL, FlashProvider, Options, StepPart
 from real.attention.registry import PROVIDERS, Choice, Entry, choose_attention, choose_together
 from real.attention.torch_provider import TorchAttention
 from real.config import ATTENTION_NAMES
@@ -117,7 +117,7 @@ def test_the_stand_in_for_torchs_varlen_has_its_parameters(is_paged):
     assert ours == torchs
     batch = Batch(make_spec(block_size=256), [(5, 7), (300, 9)], seed=1).to(torch.device("meta"))
     known = batch.metadata
-    part = Part(
+    part = StepPart(
         ALL, known.query_starts, known.context_starts, 9, 309, known.context_lens_tensor, known.block_tables
     )  # fmt: skip
     keys, values = batch.kv_cache if is_paged else (batch.key, batch.value)

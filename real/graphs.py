@@ -26,9 +26,7 @@ from real.models.interface import CausalLM
 from real.staging import Staging
 
 Computation = Callable[[], Tensor]  # on fixed memory; its result is in the same memory each time
-Capture = Callable[
-    [Computation], Computation
-]  # returns the replay of the work; called from the largest shape to the smallest
+Capture = Callable[[Computation], Computation]  # returns the replay; called from the largest shape to the smallest
 
 
 class CudaCapture:

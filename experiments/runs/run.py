@@ -47,7 +47,7 @@ from testbed import compiled
 from testbed.core.commands import Recorder
 from testbed.core.scheduler import Scheduler
 from testbed.core.serve import Loop, serve
-from testbed.errors import RunFolderError, TestbedError
+from testbed.errors import LivelockError, RunFolderError, TestbedError
 from testbed.records.operators import OperatorLedger
 from testbed.records.recorders import together
 from testbed.records.tape import TapeWriter, tape_names
@@ -251,6 +251,8 @@ def _drive(
             assert not any(scheduler.has_work for scheduler in schedulers), "the loops ended before their requests"
             for scheduler in schedulers:
                 scheduler.check_invariants()  # what a user's class took from a block table is missing at the end
+    except LivelockError as error:
+        return policy_failure(error, config) or error
     except (KeyboardInterrupt, TestbedError, MemoryError) as error:
         return error
     except BaseException as error:  # a user's class may raise any

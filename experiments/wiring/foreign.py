@@ -13,7 +13,7 @@ from experiments.configuration.config import JUDGING, RunConfig
 from experiments.configuration.foresight import unseeded_in
 from experiments.configuration.own_class import ROOMS, imported, place_in_own_code, told
 from testbed.core.sequence import Sequence
-from testbed.errors import TestbedError
+from testbed.errors import LivelockError, TestbedError
 from testbed.foreign_text import shown
 from testbed.policies.oracle import has_no_opinion
 
@@ -98,6 +98,8 @@ def policy_failure(error: BaseException, config: RunConfig) -> PolicyError | Non
     own = own_classes(config)
     if not own:
         return None
+    if isinstance(error, LivelockError):
+        return PolicyError(f"{error} (in {', '.join(own)})")
     cause = error.__context__  # compiled code sets no __cause__
     if isinstance(error, RuntimeError) and isinstance(cause, StopIteration):  # in whose place a generator raises it
         error = cause

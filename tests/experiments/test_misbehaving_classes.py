@@ -215,6 +215,10 @@ class HeadForgetsSelf(FCFS):
     def head(now_ns):
         return None
 
+class DropsPreempted(FCFS):
+    def push_preempted(self, seq):
+        pass
+
 class ChoosesByTwo:
     def choose(self, running, count):
         return next(iter(running.values()))
@@ -241,6 +245,8 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
          ("misbehaving.HeadForgetsSelf.head must take (self, now_ns): too many positional arguments; see docs/",)),
         ("victim", "ChoosesByTwo",
          ("misbehaving.ChoosesByTwo.choose must take (self, running): missing a required argument: 'count'",)),
+        ("queue_order", "DropsPreempted",
+         ("nothing can be scheduled and nothing will arrive, but ", "(in scheduler.queue_order=misbehaving.Drops")),
         ("victim", "PreemptsTheSame",
          ("the victim is not among the running sequences: ", "misbehaving.PreemptsTheSame")),
         ("victim", "ChoosesANumber",

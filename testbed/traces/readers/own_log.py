@@ -129,8 +129,8 @@ class Log:
 
     def __iter__(self) -> Iterator[Record]:
         self._begin()
-        chosen = self._chosen() if self._kept else self._read()
-        for place, fields in islice(self._with_output(_renamed(chosen, self._columns)), self._limit):
+        chosen = _renamed(self._chosen() if self._kept else self._read(), self._columns)
+        for place, fields in islice(self._with_output(chosen) if self._is_foreign else chosen, self._limit):
             if not self._names.keys() >= fields.keys():
                 self._names.update(dict.fromkeys(fields))
             yield place, fields
@@ -148,7 +148,7 @@ class Log:
         place, is_any = "", False
         for place, fields in records:
             num = fields.get("output_tokens")
-            if self._is_foreign and num in _NO_TOKEN and not isinstance(num, bool):
+            if num in _NO_TOKEN and not isinstance(num, bool):
                 self._num_without_output += 1
                 self._counts_turns = True
             else:

@@ -170,6 +170,8 @@ def test_requests_without_output_are_left_out_and_counted(tmp_path, form):
     check_refused(form, none, "[12]: field 'output_tokens' is '?0'?; expected a whole number of tokens from 1")
     said = "[78]: field 'output_tokens' is 0, as in all rows before; expected a request with output"
     check_refused(form, none, said, columns=named)
+    written = write_as(form, tmp_path, [{**row, "output_tokens": float(row["output_tokens"])} for row in rows])
+    assert read_trace(form, written, columns=named).num_requests == 4
 
 
 USAGE = {"arrival_time": "created", "prompt_tokens": "usage.prompt_tokens", "output_tokens": "usage.details.out"}

@@ -21,7 +21,7 @@ from testbed.traces.schema import TraceRequest
 from testbed.wording import count
 
 Columns = Mapping[str, str | None]  # the testbed's field -> the file's name for it; None: the file has none
-_NO_TOKEN = (0, "0")  # of an output
+_NO_TOKEN = (0, "0", "0.0")  # of an output; pandas writes 0.0 next to missing values
 Where = Mapping[str, Any]  # the file's name of a field -> the value, or the list of values, of the rows to keep
 
 

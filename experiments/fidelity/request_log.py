@@ -46,6 +46,8 @@ def read_request_log(
     every = list(chosen)
     good = [(place, fields) for place, fields in every if not _has_failed(fields, place)]
     failed = [None] * (len(every) - len(good))
+    if where and not every:
+        raise TraceError(f"{file}: no requests; expected at least one row by {chosen.where}")
     if not good:
         return [measured(file.stem, _SOURCE, file, failed)]
     _check_streamed(good, file)

@@ -104,6 +104,7 @@ def test_instants_of_any_clock_are_those_of_traces(chats, tmp_path, say):
         (("trace.columns={ttft_s: ttft}",), "trace.columns names 'ttft', which it has not; did you mean 'ttft_ms'?"),
         (("trace.columns={tt: ttft_ms}",), "trace.columns has 'tt', which is no field of ours"),
         (("trace.columns=5",), "trace.columns is 5; it must be {<our field>: "),
+        (("trace.where={model: none}",), "log.csv: no requests; expected at least one row by trace.where={model: \"none\"}"),
         (("trace.where={modell: a}",), "trace.where names 'modell', which it has not; did you mean 'model'?"),
         ((LOG[0].replace("usage_out, session_id: chat", "none"), LOG[1]), "names 'none', which it has not"),
         ((LOG[0].replace("latency}", "nothing}"), LOG[1]), "names 'nothing', which it has not"),

@@ -39,7 +39,7 @@ from experiments.configuration.overrides import (
     with_swept,
 )
 from experiments.configuration.saved import is_copy, read_config, read_manifest, unlike_the_engine
-from experiments.console import UsageError
+from experiments.console import UsageError, go_on_unheard
 from experiments.runs.environment import ask_early
 from experiments.runs.origin import Origin, kept_in
 from experiments.runs.repeat import measured_anew, repeating, same_decisions
@@ -259,7 +259,11 @@ def _finish(result: RunResult) -> dict[str, Any]:
     """Prints the result. Raises FailedError if the exit status must not be 0."""
     from experiments.commands.listing import print_summary
 
-    print_summary(result)
+    try:
+        print_summary(result)
+        print(end="", flush=True)
+    except BrokenPipeError:  # `| head`: the verdict is still to come
+        go_on_unheard()
     if result.exit_status == INTERRUPTED:
         raise KeyboardInterrupt(result.message)
     if result.exit_status:

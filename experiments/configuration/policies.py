@@ -95,6 +95,8 @@ def make_policy(key: str, choice: Any) -> Any:
         policy = instantiate(key, choice)
         wanted = set.intersection(*(set(_methods(example())) for example in named.values()))
         target = str(choice["_target_"])
+        if policy is None:
+            raise ConfigError(f"{key}: {target} returned None; expected a policy")
         lacking = (
             name for name in sorted(wanted) if _is_abstract(policy, name) or not has_method(policy, name, key, target)
         )

@@ -130,10 +130,16 @@ def _of_device(load: Load, config: RunConfig) -> tuple[str, ...]:
 
 
 def _of_units(load: Load, errors: pd.DataFrame) -> tuple[str, ...]:
-    """A note if the latencies of a file are all about 1,000 times as long as simulated ones."""
+    """A note if the latencies of a file are all about 1,000 times as long as simulated ones, or as short."""
     known = errors.set_index("metric").loc[[f"{name}.p50" for name in fidelity.LATENCY_METRICS]].dropna()
     ratios = known["real"] / known["sim"]
-    if load.saved is not None or ratios.empty or not ratios.between(*_THOUSAND).all():
+    if load.saved is not None or ratios.empty:
+        return ()
+    if (1 / ratios).between(*_THOUSAND).all():
+        return (
+            "all latencies are about 1,000 times as short as simulated: if the file's times are in s, name them so",
+        )
+    if not ratios.between(*_THOUSAND).all():
         return ()
     return (
         "all latencies are about 1,000 times as long as simulated: if the file's times are in ms, divide them by 1,000",

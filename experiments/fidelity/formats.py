@@ -33,6 +33,7 @@ _MARKS: tuple[tuple[str, set[str]], ...] = (  # a file with these columns, or fi
     ("llmservingsim-bench", {*servingsim.BENCH_FIELDS}),
     ("llmservingsim", {"queuing_delay", "TTFT", "arrival"}),
     *((REQUEST_LOG, {name}) for name in ("arrival_s", "ttft_s", "ttft_ms")),  # what else it lacks, its reader names
+    (REQUEST_LOG, {"arrival_time", "prompt_tokens"}),
     *(("vllm-bench", {name}) for name in ("ttfts", "itls", "input_lens", "mean_ttft_ms", "request_throughput")),
 )
 FORMATS = (*READERS, STUDY, RUN_FOLDER)

@@ -71,9 +71,7 @@ def log_settings(overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
             found[key.removeprefix("trace.")] = parsed(item).value()
         else:
             others.append(item)
-    columns = found.get("columns", {})
-    is_map = isinstance(columns, Mapping)
-    check_columns({ours: name for ours, name in columns.items() if ours not in MEASURED} if is_map else columns)
+    check_columns(found.get("columns", {}), MEASURED)
     check_where(found.get("where", {}))
     return found, others
 

@@ -309,11 +309,13 @@ def test_a_value_that_is_no_number_is_called_so(tmp_path, say):
     assert "'ttft_s' is 1000" in error_line(say, log_file(tmp_path, ttft_s=10**400), *FILE)
 
 
-def test_times_in_milliseconds_are_suspected(rows, tmp_path, capsys):
-    for scale, is_suspected in ((1, False), (1000, True)):
+def test_times_in_another_unit_are_suspected(rows, tmp_path, capsys):
+    for scale, is_long, is_short in ((1, False, False), (1000, True, False), (1e-3, False, True)):
         times = [{**row, **{name: scale * row[name] for name in ("ttft_s", "e2e_s")}} for row in rows]
         assert fidelity(write(tmp_path, "request-log", times), *FILE) == 0
-        assert ("if the file's times are in ms, divide them by 1,000" in capsys.readouterr().out) == is_suspected
+        said = capsys.readouterr().out
+        assert ("if the file's times are in ms, divide them by 1,000" in said) == is_long
+        assert ("1,000 times as short as simulated: if the file's times are in s, name them so" in said) == is_short
 
 
 def test_a_request_that_cannot_fit_is_to_be_left_out_as_the_trace_is_the_files(tmp_path, say):

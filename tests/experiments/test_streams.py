@@ -31,6 +31,13 @@ def test_a_command_whose_reader_has_left_ends_in_silence() -> None:
     assert (said.returncode, said.stderr) == (0, "")
 
 
+def test_a_run_that_fails_says_so_to_a_script_whose_reader_has_left(tmp_path: Path) -> None:
+    said = said_to("true", "run", *TINY, *SHORT, "scheduler.max_model_len=2", f"hydra.run.dir={tmp_path / 'run'}")
+    assert said.returncode == 1
+    assert said.stderr.startswith("error: ")
+    assert "could never fit and ended as 'ignored'" in said.stderr
+
+
 def test_a_terminal_that_lacks_a_character_loses_no_result(tmp_path: Path) -> None:
     search = ("capacity", *TINY, *SHORT, "slo.ttft_s=1", "--tolerance", "0.5", "--out", str(tmp_path / "é"))
     said = said_to("cat", *search, PYTHONIOENCODING="ascii")

@@ -209,6 +209,11 @@ def test_a_column_may_be_said_to_be_none_of_ours(tmp_path, form):
     check_refused(form, file, "session_id")
     trace = read_trace(form, file, columns={"turn": None})
     assert [(row.turn, row.tenant) for row in trace] == [(None, "a")] * 3
+    file = write_as(form, tmp_path, [{"Turn#": row.pop("turn"), **row} for row in rows])
+    check_refused(
+        form, file, r"'Turn#' is not known; did you mean 'turn'\? .*; turn: null, that it is a field of your own"
+    )
+    assert read_trace(form, file, columns={"turn": None}).notes == ("ignored fields: Turn#",)
 
 
 @pytest.mark.parametrize("separator", [";", "\t", "|"])

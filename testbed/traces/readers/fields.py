@@ -61,11 +61,11 @@ def token_count(value: object, place: str, field: str) -> int:
     return whole_number(value, place, field, 1, MAX_NUM_TOKENS, _TOKENS)
 
 
-def seconds(value: object, place: str, field: str) -> int:
+def seconds(value: object, place: str, field: str, expected: str = "") -> int:
     """Returns seconds as ns, rounded to the nearest. Raises TraceError unless they are from 0 to MAX_SECONDS."""
     number: Any = decimal(value.strip()) if isinstance(value, str) else value
     if not _may_be_seconds(number) or (ns := float(number * 1e9)) > MAX_NS:
-        raise refuse(place, field, value, f"a number of seconds from 0 to {MAX_SECONDS:,}")
+        raise refuse(place, field, value, f"a number of seconds from 0 to {MAX_SECONDS:,}{expected}")
     return round(ns)
 
 
@@ -99,7 +99,7 @@ def arrival(value: object, place: str, field: str) -> tuple[int, str]:
             low, high = (end * 10**9 // unit_ns for end in _EPOCH)
             if low <= number < high:
                 return round(number * unit_ns), clock
-    return seconds(value, place, field), ""
+    return seconds(value, place, field, ", or an instant (ISO 8601, or s or ms since 1970)"), ""
 
 
 def nanoseconds(value: object, place: str, field: str) -> int:

@@ -25,16 +25,17 @@ _NO_TOKEN = (0, "0", "0.0")  # of an output; pandas writes 0.0 next to missing v
 Where = Mapping[str, Any]  # the file's name of a field -> the value, or the list of values, of the rows to keep
 
 
-def check_columns(columns: object) -> None:
-    """Raises ConfigError, as of the key trace.columns, unless it maps fields of ours to different names."""
+def check_columns(columns: object, also: Sequence[str] = ()) -> None:
+    """Raises ConfigError, as of the key trace.columns, unless it maps fields of ours to different names. also: fields
+    that somebody else reads."""
     if not isinstance(columns, Mapping):
         raise ConfigError(f"trace.columns is {shown(columns)}; it must be {{<our field>: <its name in the file>, …}}")
     given: dict[Any, str] = {}
     for field, name in columns.items():
-        if field not in KNOWN:
-            near = nearest(str(field), (*FIELDS, *EXACT_FIELDS))
+        if field not in KNOWN and field not in also:
+            near = nearest(str(field), (*FIELDS, *also, *EXACT_FIELDS))
             raise ConfigError(
-                f"trace.columns has {field!r}, which is no field of ours; {near}valid: {', '.join(FIELDS)}"
+                f"trace.columns has {field!r}, which is no field of ours; {near}valid: {', '.join((*FIELDS, *also))}"
             )
         if name is None:
             continue
@@ -230,8 +231,9 @@ def _renamed(records: Iterator[Record], columns: Columns | None) -> Iterator[Rec
         return records
     named = {ours: name for ours, name in columns.items() if name is not None}
     left = {*columns, *named.values()}
+    none = {ours: None for ours, name in columns.items() if name is None}  # no name that is like it is taken for it
     return (
-        (place, {ours: fields[name] for ours, name in named.items() if name in fields}
+        (place, {**none, **{ours: fields[name] for ours, name in named.items() if name in fields}}
          | {name: value for name, value in fields.items() if name not in left})
         for place, fields in records
     )  # fmt: skip

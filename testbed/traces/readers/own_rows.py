@@ -87,11 +87,11 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
     for name in given:
         if name in KNOWN or (meant := _meant(name)) is None:
             continue
-        if meant not in given and _EXACT.get(meant) not in given:
+        if meant not in fields and _EXACT.get(meant) not in fields:
             unit = ", in seconds" if meant in _EXACT else ""
             raise TraceError(
-                f"{place}: field {name!r} is not known; did you mean {meant!r}{unit}? (a field of your own needs a "
-                "name that does not look like it)"
+                f"{place}: field {name!r} is not known; did you mean {meant!r}{unit}? (trace.columns={{{meant}: "
+                f"{name}}} says so; {meant}: null, that it is a field of your own)"
             )
     request_id = check.name_text(given.get("request_id", default_id), place, "request_id")
     prompt, num_prompt = _content(given, place, "prompt")

@@ -74,17 +74,19 @@ def error_table(sim: Run, *reals: Run) -> pd.DataFrame:
     reals: the real run and its repeats, of which the mean is taken."""
     same_trace([sim, *reals])
     values = [{path: _mean(runs, path) for path in FIDELITY_METRICS} for runs in ([sim], reals)]
-    if ids := _streamed_ids(reals[0]):
-        for found, run in zip(values, (sim, reals[0]), strict=True):
-            found |= {**_part_values(run, ids), "throughput.output_tokens_per_s": None}
+    if whole := set().union(*map(_unstreamed, reals)):
+        ids = [name for name in sim.requests["request_id"] if name not in whole]
+        for found, runs in zip(values, ([sim], reals), strict=True):
+            parts = [_part_values(run, ids) for run in runs]
+            found |= {path: mean_of_all([part[path] for part in parts]) for path in parts[0]}
+            found["throughput.output_tokens_per_s"] = None
     return _errors(*values)
 
 
-def _streamed_ids(real: Run) -> list[str]:
-    """The requests whose first token has an instant, if others ended well without one; else none."""
-    first_ns, e2e_s = (real.requests[name] for name in ("first_token_ns", "e2e_s"))
-    is_whole = (first_ns.isna() & e2e_s.notna()).any()
-    return real.requests["request_id"][first_ns.notna()].tolist() if is_whole else []
+def _unstreamed(real: Run) -> set[str]:
+    """The requests that ended well, and whose first token has no instant."""
+    frame = real.requests
+    return set(frame["request_id"][frame["first_token_ns"].isna() & frame["e2e_s"].notna()])
 
 
 def _mean(runs: Sequence[Run], path: str) -> float | None:

@@ -19,6 +19,7 @@ from typing import Any
 _TELLING = re.compile(r"\.(forced_output|token_limit|foreseen_end|first_tokens|next_tokens|_content)\b")
 _OURS = ("testbed", "sim", "real", "experiments", "analysis", "builtins")
 _LIBRARY = sysconfig.get_path("stdlib")
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 VALUES = (int, float, str, tuple, list, dict)  # two names may have one of these
 
 
@@ -30,20 +31,16 @@ def foresight_of(*made: Any) -> str:
 
 def unseeded_in(*made: Any) -> str:
     """Returns the function by which these functions and classes, or other user code that they call, draw without the
-    run's seed or ask the clock; empty if none does, or if one sets a seed."""
+    run's seed, by a generator that modules share and that they do not seed, or ask the clock; empty if none does."""
     named = [one for one, source in reached(*made) if not source]
-    return next((name for one in named if (name := _undetermined(one))), "") if not any(map(_seeds, named)) else ""
+    seeded = {_drawer(one) for one in named if getattr(one, "__name__", "") == "seed"}
+    return next((name for one in named if (name := _undetermined(one)) and _drawer(one) not in seeded), "")
 
 
 def _undetermined(one: Any) -> str:
     module, name = getattr(one, "__module__", None), getattr(one, "__name__", "")
-    if module in ("time", "secrets") and name != "sleep":
-        return f"{module}.{name}"
-    return f"{_drawer(one)}.{name}" if _drawer(one) else ""
-
-
-def _seeds(one: Any) -> bool:
-    return bool(_drawer(one)) and getattr(one, "__name__", "") == "seed"
+    is_clock = module == "time" and name.removesuffix("_ns") in _CLOCKS
+    return f"{_drawer(one) or module}.{name}" if is_clock or module == "secrets" or _drawer(one) else ""
 
 
 def _drawer(one: Any) -> str:

@@ -140,7 +140,7 @@ def _check_parameters(key: str, name: str, method: Any, shipped: Any) -> None:
     """Raises ConfigError if a user's method cannot be called as the shipped one."""
     wanted = [*signature(shipped).parameters]
     try:
-        signature(method).bind(*wanted)
+        signature(method, follow_wrapped=False).bind(*wanted)  # a decorator may add arguments
     except ValueError:
         return  # C code that does not say
     except TypeError as error:

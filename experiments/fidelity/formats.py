@@ -70,7 +70,10 @@ def read_files(
         elif name in readers:
             found.measured.extend(readers[name](text, file))
         elif name is None:
-            raise TraceError(f"{file}: not recognised; say with --format what it is: {', '.join(FORMATS)}")
+            raise TraceError(
+                f"{file}: not recognised; say with --format what it is: {', '.join(FORMATS)} (of a log of your own: "
+                "trace.columns={ttft_s: <its name>, …})"
+            )
         else:
             raise TraceError(f"{file}: --format {name} is of folders; expected {', '.join((*READERS, STUDY))}")
     if of_logs and REQUEST_LOG not in names:

@@ -19,7 +19,7 @@ from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.foreign_text import nearest
 from testbed.traces.readers.fields import listed, refuse
-from testbed.traces.readers.open_text import Record
+from testbed.traces.readers.open_text import Record, csv_header
 from testbed.traces.readers.own import of_log, own_records
 from testbed.traces.readers.own_log import Columns, Log, Where, check_columns, check_where
 from testbed.traces.schema import Span, TraceRequest
@@ -38,8 +38,8 @@ def read_request_log(
     text: str, file: Path, columns: Columns | None = None, where: Where | None = None
 ) -> list[MeasuredRun]:
     is_csv = not text.lstrip().startswith("{")
-    _, first = next(own_records(file, is_csv=is_csv), ("", {}))
-    others = {ours: name for ours, name in _OTHER_NAMES.items() if name in first and ours not in first}
+    there = csv_header(file) if is_csv else {name for _, fields in own_records(file, is_csv=False) for name in fields}
+    others = {ours: name for ours, name in _OTHER_NAMES.items() if name in there and ours not in there}
     named, is_foreign = {**others, **(columns or {})}, bool(columns or where)
     read = partial(own_records, file, named, where, is_csv=is_csv)
     chosen = Log(read, None, named, where, is_foreign=is_foreign)
@@ -51,7 +51,7 @@ def read_request_log(
     if not good:
         return [measured(file.stem, _SOURCE, file, failed)]
     _check_streamed(good, file)
-    also, is_partial = {*MEASURED, *(where or {})}, bool(where or failed)
+    also, is_partial = {*MEASURED, *(where or {})}, bool(where or failed or chosen.num_without_output)
     log = Log(lambda: iter(good), None, None, None, also=also, is_partial=is_partial)
     trace, of_place = whole(of_log(file.stem, file, log)), dict(good)
     rows = [_measured(row, Fields(of_place[row.place], row.place)) for row in trace]

@@ -19,22 +19,23 @@ from testbed.core.commands import Execute, Resume, WaitUntil
 from testbed.core.serve import Loop
 
 _OTHERS = (signal.SIGTERM, signal.SIGHUP)
-_ending: list[int] = []  # the SIGTERMs that came during a run
+_ending: list[int] = []  # those of them that came during a run
 PATIENCE_S = 3.0  # time after Ctrl-C until a message reports that the step is still running
 
 
 class _Presses:
-    """Whether Ctrl-C was pressed. It takes effect at once during a wait, and when pressed a second time; SIGTERM, which
-    scripts send once, after PATIENCE_S too."""
+    """Whether Ctrl-C was pressed. It takes effect at once during a wait, and when pressed a second time; SIGTERM and
+    SIGHUP, which come once, after PATIENCE_S too."""
 
     def __init__(self) -> None:
         self.is_pressed = False
         self.is_waiting = False
         self._patience = threading.Timer(PATIENCE_S, _tell_where)
         self._patience.daemon = True
+        _ending.clear()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
+        if number in _OTHERS:
             _ending.append(number)
         if self.is_waiting or self.is_pressed:
             raise KeyboardInterrupt
@@ -43,7 +44,6 @@ class _Presses:
 
     def close(self) -> None:
         self._patience.cancel()
-        _ending.clear()
 
 
 def _tell_where() -> None:
@@ -52,7 +52,9 @@ def _tell_where() -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     where = "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
     said = (
-        "this step does not end{}; ended there" if _ending else "stops once this step ends{}; Ctrl-C again ends it here"
+        "this step has not ended in 3 s{}; ended there"
+        if _ending
+        else "stops once this step ends{}; Ctrl-C again ends it here"
     )
     print(f"\n{said.format(where)}", file=sys.stderr, flush=True)
     if _ending:
@@ -98,8 +100,7 @@ def ended_as_interrupted() -> Iterator[None]:
     KeyboardInterrupt."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
-            _ending.append(number)
+        _ending.append(number)
         if not callable(signal.getsignal(signal.SIGINT)):
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)

@@ -58,6 +58,7 @@ from testbed.errors import ConfigError, TestbedError
 from testbed.wording import count
 
 _EVERY_S = 0.2  # interval of checks whether another process has finished a point
+_MAX_TOLD = 40  # reasons against points, a line for each
 _FEW = 3  # up to this many points are listed by name
 
 
@@ -337,5 +338,6 @@ def _conclude(sweep: _Sweep, outcomes: list[Outcome], num_left: int) -> None:
 
 def _failure(bad: list[Outcome], how_many: str) -> FailedError:
     """Returns an error with the messages of failed points, a line for each."""
-    lines = [f"{one.label}: " * bool(one.label) + one.message for one in bad]
+    lines = [f"{one.label}: " * bool(one.label) + one.message for one in bad[:_MAX_TOLD]]
+    lines += [f"… and {len(bad) - _MAX_TOLD} more"] if len(bad) > _MAX_TOLD else []
     return FailedError("\n".join(lines) + f" {how_many}".rstrip(), bad[0].exit_status or 1)

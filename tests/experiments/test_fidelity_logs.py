@@ -123,3 +123,31 @@ def test_rows_and_columns_are_chosen_of_logs_of_ones_own_alone(chats, tmp_path, 
     assert said in error_line(say, chats.path, *FILE, "trace.where={a: 1}")
     served = gateway_log(tmp_path / "log.csv", chats, usage_out="", chat="", turn="")
     assert "log.csv:2: field 'output_tokens' is absent; expected it" in error_line(say, served, *FILE, *LOG)
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_repeats_are_averaged_over_what_all_of_them_streamed(tmp_path):
+    head = "request_id,arrival_time,prompt_tokens,output_tokens,ttft_s,e2e_s\n"
+    (tmp_path / "one.csv").write_text(head + "a,0,9,5,0.05,0.2\nb,1,9,5,,0.4\nc,2,9,5,0.05,0.2\n")
+    (tmp_path / "two.csv").write_text(head + "a,0,9,5,0.15,0.6\nb,1,9,5,0.3,0.4\nc,2,9,5,0.15,0.6\n")
+    for first, second in (("one", "two"), ("two", "one")):
+        files = [tmp_path / f"{name}.csv" for name in (first, second)]
+        (load,) = compared(tmp_path / first, *files, *FILE)["loads"]
+        errors = {row["metric"]: row["real"] for row in load["errors"]}
+        assert errors["ttft_s.mean"] == pytest.approx(0.1)
+        assert errors["e2e_s.mean"] == pytest.approx(0.4)
+
+
+def test_rows_left_out_are_counted_and_leave_sessions_whole(tmp_path):
+    head = "created,prompt_tokens,output_tokens,session_id,turn,ttft_s,e2e_s,failed\n"
+    rows = "0,,,,,,,true\n0,9,5,a,0,0.1,0.2,\n1,20,0,a,1,0.1,0.2,\n2,40,5,a,2,0.1,0.2,\n"
+    (file := tmp_path / "log.csv").write_text(head + rows)
+    (run,) = read_files([file], [], of_logs={"columns": {"arrival_time": "created"}}).measured
+    assert [row.row.turn for row in run.requests if row.row is not None] == [0, 1]
+    assert run.notes == (
+        "1 request without output left out: output_tokens is 0",
+        "1 of 3 requests failed in the measured run and were left out",
+    )
+    old = head.replace("created", "arrival_s").replace("prompt_t", "num_prompt_t").replace("output_t", "num_output_t")
+    file.write_text(old + rows.replace("1,20,0,a,1,0.1,0.2,\n", "").replace(",a,2", ",a,1"))
+    assert len(read_files([file], []).measured[0].requests) == 2

@@ -122,9 +122,10 @@ class Loops:
     ("signals", "told"),
     [
         ((signal.SIGINT, signal.SIGINT), "stops once this step ends, at "),
-        ((signal.SIGTERM,), "this step does not end, at "),
+        ((signal.SIGTERM,), "this step has not ended in 3 s, at "),
+        ((signal.SIGHUP,), "this step has not ended in 3 s, at "),
     ],
-    ids=["Ctrl-C twice", "SIGTERM"],
+    ids=["Ctrl-C twice", "SIGTERM", "SIGHUP"],
 )
 def test_a_policy_that_loops_is_told_of_and_ended(
     tmp_path: Path, signals: tuple[signal.Signals, ...], told: str

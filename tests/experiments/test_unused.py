@@ -213,6 +213,7 @@ def test_a_given_setting_that_another_one_overrules_is_noted(tmp_path, say):
 DRAWING = """
 import random
 import time
+from functools import wraps
 from random import choice
 
 import numpy as np
@@ -239,9 +240,17 @@ class Chooses:
 def by_the_clock():
     return KeyedQueue(lambda seq: (time.time_ns(), seq.seq_id))
 
+def with_seconds(function):
+    @wraps(function)
+    def called(self, running):
+        return function(self, running, 2)
+
+    return called
+
 class Seeded:
-    def choose(self, running):
-        time.sleep(0)
+    @with_seconds
+    def choose(self, running, seconds):
+        time.sleep(0 * seconds)
         return list(running.values())[int((mine.random() + numpys.random()) / 2 * len(running))]
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -175,7 +176,7 @@ def csv_header(path: str | Path) -> tuple[str, ...]:
 
 def _separator(path: str | Path) -> str:
     """Returns what separates the columns' names: in a line without a comma it may be another character."""
-    first = next(_numbered(path, [0]), "")
+    first = re.sub('"[^"]*"', "", next(_numbered(path, [0]), ""))  # a name in quotes may have any
     return next((one for one in ";\t|" if one in first and "," not in first), ",")
 
 

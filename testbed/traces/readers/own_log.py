@@ -122,7 +122,7 @@ class Log:
 
     def _begin(self) -> None:
         self._names: dict[str, None] = {}  # of the fields of all records that were kept
-        self._num_read = self._num_without_output = 0
+        self._num_read = self.num_without_output = 0
         self._num_left_out = dict.fromkeys(self._kept, 0)  # by the first name in `where` whose value is another
         self.clock: str | None = None  # of the arrivals, as `fields.arrival` calls it; its user sets it
         self._counts_turns = self._is_partial  # as some of a session may be left out
@@ -150,12 +150,12 @@ class Log:
         for place, fields in records:
             num = fields.get("output_tokens")
             if num in _NO_TOKEN and not isinstance(num, bool):
-                self._num_without_output += 1
+                self.num_without_output += 1
                 self._counts_turns = True
             else:
                 is_any = True
                 yield place, fields
-        if self._num_without_output and not is_any:
+        if self.num_without_output and not is_any:
             raise TraceError(
                 f"{place}: field 'output_tokens' is 0, as in all rows before; expected a request with output"
             )
@@ -190,8 +190,6 @@ class Log:
         """Returns the notes on the newest time, which went to the end."""
         notes = [*ignored_fields(name for name in self._names if name not in self._also), *self._notes]
         notes += self.left_out()
-        if self._num_without_output:
-            notes.append(f"{count(self._num_without_output, 'request')} without output left out: output_tokens is 0")
         if self.clock == NO_OFFSET:
             notes.append(
                 "instants without an offset are read as UTC: where clocks were changed, a gap or order is false"
@@ -201,13 +199,14 @@ class Log:
         return notes
 
     def left_out(self) -> list[str]:
-        """Returns the note on what `where` left out, or none without it."""
+        """Returns notes on what was left out: by `where`, and without output."""
         num, each = (
             sum(self._num_left_out.values()),
             ", ".join(f"{n:,} by {name}" for name, n in self._num_left_out.items()),
         )
         said = f"{num:,} of {count(self._num_read, 'row')} left out{f' ({each})' * (len(self._kept) > 1)}: {self.where}"
-        return [said] if self._kept else []
+        empty = f"{count(self.num_without_output, 'request')} without output left out: output_tokens is 0"
+        return [*([said] if self._kept else []), *([empty] if self.num_without_output else [])]
 
 
 def _values(value: Any) -> Sequence[Any]:

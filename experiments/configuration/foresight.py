@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import random
 import re
 import sys
 import sysconfig
@@ -20,6 +19,7 @@ _TELLING = re.compile(r"\.(forced_output|token_limit|foreseen_end|first_tokens|n
 _OURS = ("testbed", "sim", "real", "experiments", "analysis", "builtins")
 _LIBRARY = sysconfig.get_path("stdlib")
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+_SHARED = (("random", "random", "_inst"), ("numpy.random", "numpy.random.mtrand", "_rand"))
 VALUES = (int, float, str, tuple, list, dict)  # two names may have one of these
 
 
@@ -45,10 +45,9 @@ def _undetermined(one: Any) -> str:
 
 def _drawer(one: Any) -> str:
     """Returns the module whose shared generator a function is a method of."""
-    of, numpys = getattr(one, "__self__", None), sys.modules.get("numpy.random.mtrand")
-    if of is None:
-        return ""
-    return "random" if of is random._inst else "numpy.random" if numpys and of is numpys._rand else ""
+    of = getattr(one, "__self__", None)
+    shared = {name: getattr(sys.modules.get(module), attribute, None) for name, module, attribute in _SHARED}
+    return next((name for name, generator in shared.items() if of is not None and of is generator), "")
 
 
 def reached(*made: Any) -> Iterator[tuple[Any, str]]:

@@ -47,9 +47,9 @@ def simulate(trace: TraceLike, *, folder: str | PathLike[str] | None = None, **s
     keys of the `trace` group as one dict, such as {"name": "synthetic", "rate": 8}. settings: the configuration's
     groups, by option name or as a dict of keys: scheduler="decode_first", cache={"block_size": 32}; a class of your
     own: cost={"_target_": "mine.Cost", "base_us": 7}; config_dir="my_conf": a folder with options of your own, as
-    --config-dir. folder: the run folder; the default is a new temporary folder,
-    deleted with the Run, or when Python exits (give one where a worker process returns a Run). Raises TestbedError with
-    a one-line message, and KeyboardInterrupt. A failed check of the records is a RuntimeWarning. Threads take turns.
+    --config-dir. folder: the run folder; the default is a new temporary folder, deleted with the Run, or when Python
+    exits (give one where a worker process returns a Run). Raises TestbedError with a one-line message, and
+    KeyboardInterrupt. A failed check of the records is a RuntimeWarning. Threads take turns.
     """
     given = settings.get("backend", "sim")
     if (given.get("name") if isinstance(given, Mapping) else given) in ("real", "vllm"):

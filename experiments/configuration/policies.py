@@ -10,8 +10,8 @@ from inspect import signature
 from pkgutil import resolve_name
 from typing import Any
 
-from experiments.configuration.foresight import foresight_of
 from experiments.configuration.own_class import has_method, instantiate
+from experiments.configuration.own_source import foresight_of
 from testbed.blocks import eviction
 from testbed.composites import with_parts
 from testbed.errors import ConfigError

@@ -7,8 +7,7 @@ arrival; in CSV as text) and failed (true, 1: the request is left out). A row wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from experiments.fidelity.measured import MeasuredRequest, MeasuredRun, measured
 from testbed.errors import TraceError
 from testbed.foreign_text import nearest
 from testbed.traces.readers.fields import listed, refuse
-from testbed.traces.readers.open_text import Record, csv_header
+from testbed.traces.readers.open_text import Record
 from testbed.traces.readers.own import of_log, own_records
 from testbed.traces.readers.own_log import Columns, Log, Where, check_columns, check_where
 from testbed.traces.schema import Span, TraceRequest
@@ -29,7 +28,7 @@ _SOURCE = "a log of requests"
 _UNITS_S = {"s": 1.0, "ms": 1e-3}
 _LATENCIES = ("ttft", "e2e", "tpot")
 MEASURED = (*(f"{name}_{unit}" for name in _LATENCIES for unit in _UNITS_S), "token_times_s", "failed")
-_OTHER_NAMES = {"arrival_time": "arrival_s", "prompt_tokens": "num_prompt_tokens", "output_tokens": "num_output_tokens"}
+_OLDER = {"arrival_s": "arrival_time", "num_prompt_tokens": "prompt_tokens", "num_output_tokens": "output_tokens"}
 _FAILED, _ENDED_WELL = ("true", "1"), ("false", "0", "")
 _NEAR_S = 1e-3  # allowed difference of the first and last token's instants from TTFT and E2E
 
@@ -37,28 +36,36 @@ _NEAR_S = 1e-3  # allowed difference of the first and last token's instants from
 def read_request_log(
     text: str, file: Path, columns: Columns | None = None, where: Where | None = None
 ) -> list[MeasuredRun]:
-    is_csv = not text.lstrip().startswith("{")
-    there = csv_header(file) if is_csv else {name for _, fields in own_records(file, is_csv=False) for name in fields}
-    others = {ours: name for ours, name in _OTHER_NAMES.items() if name in there and ours not in there}
-    named, is_foreign = {**others, **(columns or {})}, bool(columns or where)
-    read = partial(own_records, file, named, where, is_csv=is_csv)
-    chosen = Log(read, None, named, where, is_foreign=is_foreign)
-    every = list(chosen)
-    good = [(place, fields) for place, fields in every if not _has_failed(fields, place)]
-    failed = [None] * (len(every) - len(good))
-    if where and not every:
-        raise TraceError(f"{file}: no requests; expected at least one row by {chosen.where}")
-    if not good:
-        return [measured(file.stem, _SOURCE, file, failed)]
-    _check_streamed(good, file)
-    also, is_partial = {*MEASURED, *(where or {})}, bool(where or failed or chosen.num_without_output)
-    log = Log(lambda: iter(good), None, None, None, also=also, is_partial=is_partial)
-    trace, of_place = whole(of_log(file.stem, file, log)), dict(good)
+    records = list(own_records(file, columns, where, is_csv=not text.lstrip().startswith("{")))
+    _rename(records, {*(columns or {}).values()})
+    failed: dict[str, None] = {}
+
+    def ended_well(place: str, fields: dict[str, Any]) -> bool:
+        if has_failed := _has_failed(fields, place):
+            failed[place] = None
+        return not has_failed
+
+    log = Log(lambda: iter(records), None, columns, where, also=MEASURED, keeps=ended_well)
+    of_place = dict(log)
+    if failed and not of_place:
+        return [measured(file.stem, _SOURCE, file, [None] * len(failed))]
+    trace = whole(of_log(file.stem, file, log))
+    _check_streamed(of_place.values(), file)
     rows = [_measured(row, Fields(of_place[row.place], row.place)) for row in trace]
-    notes = [*chosen.left_out(), *trace.notes]
+    notes = [*trace.notes]
     if all(row.session_id is None and isinstance(row.prompt[0], Span) for row in trace):
         notes.append("no row has a session_id: prefixes that prompts shared do not hit in the simulated cache")
-    return [measured(file.stem, _SOURCE, file, [*rows, *failed], notes=notes)]
+    return [measured(file.stem, _SOURCE, file, [*rows, *[None] * len(failed)], notes=notes)]
+
+
+def _rename(records: list[Record], named: Collection[str | None]) -> None:
+    """Gives our names to fields that have their older ones, if no record has ours. named: what the user named."""
+    there = {name for _, fields in records for name in fields}
+    older = {old: new for old, new in _OLDER.items() if old in there and old not in named and new not in there}
+    for _, fields in records if older else ():
+        for old, new in older.items():
+            if old in fields:
+                fields[new] = fields.pop(old)
 
 
 def log_settings(overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -84,9 +91,9 @@ def _has_failed(fields: Mapping[str, Any], place: str) -> bool:
     return word in _FAILED
 
 
-def _check_streamed(records: list[Record], file: Path) -> None:
+def _check_streamed(records: Iterable[Mapping[str, Any]], file: Path) -> None:
     """Raises TraceError if no row has a TTFT: the column is missing, or has another name."""
-    names = dict.fromkeys(name for _, fields in records for name, value in fields.items() if value not in (None, ""))
+    names = dict.fromkeys(name for fields in records for name, value in fields.items() if value not in (None, ""))
     if names.keys().isdisjoint(("ttft_s", "ttft_ms")):
         near = nearest("ttft_s", list(names))
         raise TraceError(

@@ -23,8 +23,8 @@ from typing import Any
 from xxhash import xxh64
 
 from experiments.configuration.config import FILE_KEYS, JUDGING, RunConfig
-from experiments.configuration.foresight import VALUES, reached
 from experiments.configuration.own_class import imported
+from experiments.configuration.own_source import VALUES, reached
 from experiments.runs.environment import describe_versions, source_hash
 from experiments.wiring.foreign import is_foreign, named_classes
 from testbed.errors import ConfigError

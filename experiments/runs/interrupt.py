@@ -52,7 +52,7 @@ def _tell_where() -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     where = "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
     said = (
-        "this step has not ended in 3 s{}; ended there"
+        f"this step has not ended in {PATIENCE_S:g} s{{}}; ended there"
         if _ending
         else "stops once this step ends{}; Ctrl-C again ends it here"
     )

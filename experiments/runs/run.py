@@ -220,7 +220,6 @@ def _run(
     if not isinstance(trace, Trace):
         manifest["trace"] = describe_trace(trace)  # again: it was read during the run
     described = engines.describe_engines(schedulers, records)
-    step_notes = kernel_notes(config) if config.is_simulated else []
     manifest |= {
         "status": "complete" if failure is None else "partial",
         "failure": None if failure is None else reason_of(failure, folder),
@@ -229,7 +228,11 @@ def _run(
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
-        "cost_notes": [*(note for one in noting for note in one.notes()), *build.pool_notes(config), *step_notes],
+        "cost_notes": [
+            *(note for one in noting for note in one.notes()),
+            *build.pool_notes(config),
+            *kernel_notes(config),
+        ],
         "cost_shares": next((one.shares() for one in watches if isinstance(one, OriginWatch)), None),
         "num_extrapolated_steps": max([one.num_outside for one in watches if isinstance(one, RangeWatch)], default=0),
         **({} if prepared.replay is None else prepared.replay.describe(described["num_steps"])),

@@ -206,9 +206,9 @@ def kernels_of(config: RunConfig) -> str | None:
 
 
 def kernel_notes(config: RunConfig) -> list[str]:
-    """Returns a note if a GPU's step times rest on estimates of its kernels."""
+    """Returns a note if a GPU's simulated step times rest on estimates of its kernels."""
     device = config.device
-    if kernels_of(config) != "estimated" or device.kind == "cpu":
+    if not config.is_simulated or kernels_of(config) != "estimated" or device.kind == "cpu":
         return []
     note = f"nobody timed kernels of {device.name} as it is here: its efficiencies and floors are estimates"
     if not device.gemm_floor_ns and not device.kernel_floor_ns:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.configuration.config import JUDGING, RunConfig
-from experiments.configuration.foresight import unseeded_in
 from experiments.configuration.own_class import ROOMS, imported, place_in_own_code, told
+from experiments.configuration.own_source import unseeded_in
 from testbed.core.sequence import Sequence
 from testbed.errors import LivelockError, TestbedError
 from testbed.foreign_text import shown

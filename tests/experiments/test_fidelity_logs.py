@@ -58,7 +58,7 @@ def test_sessions_of_a_log_hit_the_cache_again(chats, tmp_path):
         assert errors[name] == pytest.approx(0.0, abs=2e-3), name
     assert load["num_requests"] == 30
     left_out = '2 of 32 rows left out (1 by model, 1 by status): trace.where={model: "mine", status: 200}'
-    assert load["notes"] == [left_out, "ignored fields: user"]
+    assert load["notes"] == ["ignored fields: user", left_out]
     (file,) = tmp_path.rglob("simulated/requests.parquet")
     simulated = load_run(file.parent).requests
     assert simulated["num_cached_tokens"].sum() == chats.requests["num_cached_tokens"].sum() > 0

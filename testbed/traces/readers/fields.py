@@ -61,11 +61,12 @@ def token_count(value: object, place: str, field: str) -> int:
     return whole_number(value, place, field, 1, MAX_NUM_TOKENS, _TOKENS)
 
 
-def seconds(value: object, place: str, field: str, expected: str = "") -> int:
-    """Returns seconds as ns, rounded to the nearest. Raises TraceError unless they are from 0 to MAX_SECONDS."""
+def seconds(value: object, place: str, field: str, otherwise: str = "") -> int:
+    """Returns seconds as ns, rounded to the nearest. Raises TraceError unless they are from 0 to MAX_SECONDS.
+    otherwise: what else may stand there, for the message."""
     number: Any = decimal(value.strip()) if isinstance(value, str) else value
     if not _may_be_seconds(number) or (ns := float(number * 1e9)) > MAX_NS:
-        raise refuse(place, field, value, f"a number of seconds from 0 to {MAX_SECONDS:,}{expected}")
+        raise refuse(place, field, value, f"a number of seconds from 0 to {MAX_SECONDS:,}{otherwise}")
     return round(ns)
 
 

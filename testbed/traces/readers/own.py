@@ -32,16 +32,14 @@ def stream_jsonl(
     path: str | Path, limit: int | None = None, columns: Columns | None = None, where: Where | None = None
 ) -> StreamedTrace:
     """Reads one JSON object a line (plain, .gz, .zst), at most the first `limit` that `where` keeps; see of_log."""
-    return of_log("jsonl", path, Log(lambda: _objects(path, columns, where), limit, columns, where))
+    return of_log("jsonl", path, Log(lambda: own_records(path, columns, where, is_csv=False), limit, columns, where))
 
 
 def stream_csv(
     path: str | Path, limit: int | None = None, columns: Columns | None = None, where: Where | None = None
 ) -> StreamedTrace:
     """Reads a CSV with a header (plain, .gz, .zst); an empty cell is an absent field; ids: "1 2 3" or "[1, 2, 3]"."""
-    if columns or where:
-        check_there(path, columns, where, csv_header(path))
-    return of_log("csv", path, Log(lambda: _csv_records(path), limit, columns, where))
+    return of_log("csv", path, Log(lambda: own_records(path, columns, where, is_csv=True), limit, columns, where))
 
 
 def stream_parquet(
@@ -96,14 +94,13 @@ def _objects(path: str | Path, columns: Columns | None, where: Where | None) -> 
 def own_records(
     path: str | Path, columns: Columns | None = None, where: Where | None = None, *, is_csv: bool
 ) -> Iterator[Record]:
-    """Returns the records of a CSV or JSONL, for a Log. Raises TraceError if it lacks a name of theirs."""
-    if is_csv and (columns or where):
-        check_there(path, columns, where, csv_header(path))
-    return _csv_records(path) if is_csv else _objects(path, columns, where)
+    """Returns the records of a CSV or JSONL. Raises TraceError if it lacks a name in `columns` or `where`."""
+    return _csv_records(path, columns, where) if is_csv else _objects(path, columns, where)
 
 
-def _csv_records(path: str | Path) -> Iterator[Record]:
+def _csv_records(path: str | Path, columns: Columns | None, where: Where | None) -> Iterator[Record]:
     names = csv_header(path)
+    check_there(path, columns, where, names)
     for place, cells in read_csv(path, names):
         yield place, {name: text for name, cell in zip(names, cells, strict=True) if (text := cell.strip())}
 

@@ -16,7 +16,7 @@ from testbed.errors import ConfigError, TraceError
 from testbed.foreign_text import nearest, shortened, shown
 from testbed.traces.readers.fields import NO_OFFSET, decimal, is_plain, listed
 from testbed.traces.readers.open_text import Record
-from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, KNOWN, ignored_fields
+from testbed.traces.readers.own_rows import EXACT_FIELDS, FIELDS, KNOWN, ignored_fields, meant
 from testbed.traces.schema import TraceRequest
 from testbed.wording import count
 
@@ -96,8 +96,8 @@ class Log:
     """The records of a file, any number of times; what is public is of the newest time.
 
     read: returns all records. limit: of those that are kept. notes: what is known of the file before it is read. also:
-    names that somebody else reads. is_partial: whether `read` leaves out records, as `where` does. is_foreign: whether
-    requests without output are no mistake, and left out; by default with `columns` or `where`.
+    names that somebody else reads. keeps: whether a record stays, of those that `where` keeps. With `columns` or
+    `where`, requests without output are no mistake: they are left out.
     """
 
     def __init__(
@@ -109,29 +109,28 @@ class Log:
         notes: tuple[str, ...] = (),
         *,
         also: Collection[str] = (),
-        is_partial: bool = False,
-        is_foreign: bool | None = None,
+        keeps: Callable[[str, dict[str, Any]], bool] | None = None,
     ) -> None:
         self._read, self._limit, self._columns, self._notes = read, limit, columns, notes
         self._kept = {name: {_compared(one) for one in _values(value)} for name, value in (where or {}).items()}
         said = ", ".join(f"{name}: {json.dumps(value, default=str)}" for name, value in (where or {}).items())
         self.where = f"trace.where={{{shortened(said)}}}" if where else ""
-        self._is_foreign = bool(columns or where) if is_foreign is None else is_foreign
-        self._also, self._is_partial = {*self._kept, *also}, bool(where) or is_partial
+        self._also, self._keeps, self._is_foreign = {*self._kept, *also}, keeps, bool(columns or where)
         self._begin()
 
     def _begin(self) -> None:
         self._names: dict[str, None] = {}  # of the fields of all records that were kept
-        self._num_read = self.num_without_output = 0
+        self._num_read = self._num_without_output = 0
         self._num_left_out = dict.fromkeys(self._kept, 0)  # by the first name in `where` whose value is another
         self.clock: str | None = None  # of the arrivals, as `fields.arrival` calls it; its user sets it
-        self._counts_turns = self._is_partial  # as some of a session may be left out
+        self._counts_turns = bool(self._kept)  # as some of a session may be left out
         self.has_turns: bool | None = None  # whether the rows of sessions have a turn; None: there are no such rows
 
     def __iter__(self) -> Iterator[Record]:
         self._begin()
         chosen = _renamed(self._chosen() if self._kept else self._read(), self._columns)
-        for place, fields in islice(self._with_output(chosen) if self._is_foreign else chosen, self._limit):
+        is_sifted = self._is_foreign or self._keeps is not None
+        for place, fields in islice(self._sifted(chosen) if is_sifted else chosen, self._limit):
             if not self._names.keys() >= fields.keys():
                 self._names.update(dict.fromkeys(fields))
             yield place, fields
@@ -145,20 +144,21 @@ class Log:
             else:
                 self._num_left_out[name] += 1
 
-    def _with_output(self, records: Iterator[Record]) -> Iterator[Record]:
+    def _sifted(self, records: Iterator[Record]) -> Iterator[Record]:
         place, is_any = "", False
         for place, fields in records:
             num = fields.get("output_tokens")
-            if num in _NO_TOKEN and not isinstance(num, bool):
-                self.num_without_output += 1
+            if self._keeps is not None and not self._keeps(place, fields):
+                self._counts_turns = True
+            elif self._is_foreign and num in _NO_TOKEN and not isinstance(num, bool):
+                self._num_without_output += 1
                 self._counts_turns = True
             else:
                 is_any = True
                 yield place, fields
-        if self.num_without_output and not is_any:
-            raise TraceError(
-                f"{place}: field 'output_tokens' is 0, as in all rows before; expected a request with output"
-            )
+        if self._num_without_output and not is_any:
+            said = "field 'output_tokens' is 0, as in all rows before; expected a request with output"
+            raise TraceError(f"{place}: {said}")
 
     def check_turn(self, row: TraceRequest) -> None:
         """Raises TraceError unless each row of a session has a turn, or none has one and each an arrival of its own."""
@@ -189,7 +189,12 @@ class Log:
     def notes(self) -> list[str]:
         """Returns the notes on the newest time, which went to the end."""
         notes = [*ignored_fields(name for name in self._names if name not in self._also), *self._notes]
-        notes += self.left_out()
+        if self._kept:
+            each = ", ".join(f"{num:,} by {name}" for name, num in self._num_left_out.items())
+            num, told = sum(self._num_left_out.values()), f" ({each})" * (len(self._kept) > 1)
+            notes.append(f"{num:,} of {count(self._num_read, 'row')} left out{told}: {self.where}")
+        if self._num_without_output:
+            notes.append(f"{count(self._num_without_output, 'request')} without output left out: output_tokens is 0")
         if self.clock == NO_OFFSET:
             notes.append(
                 "instants without an offset are read as UTC: where clocks were changed, a gap or order is false"
@@ -197,16 +202,6 @@ class Log:
         if self.has_turns is False:
             notes.append("the file has no turns: they are numbered by arrival within each session")
         return notes
-
-    def left_out(self) -> list[str]:
-        """Returns notes on what was left out: by `where`, and without output."""
-        num, each = (
-            sum(self._num_left_out.values()),
-            ", ".join(f"{n:,} by {name}" for name, n in self._num_left_out.items()),
-        )
-        said = f"{num:,} of {count(self._num_read, 'row')} left out{f' ({each})' * (len(self._kept) > 1)}: {self.where}"
-        empty = f"{count(self.num_without_output, 'request')} without output left out: output_tokens is 0"
-        return [*([said] if self._kept else []), *([empty] if self.num_without_output else [])]
 
 
 def _values(value: Any) -> Sequence[Any]:
@@ -230,9 +225,9 @@ def _renamed(records: Iterator[Record], columns: Columns | None) -> Iterator[Rec
         return records
     named = {ours: name for ours, name in columns.items() if name is not None}
     left = {*columns, *named.values()}
-    none = {ours: None for ours, name in columns.items() if name is None}  # no name that is like it is taken for it
+    none = {ours for ours, name in columns.items() if name is None}  # nor is a name that is like it taken for it
     return (
-        (place, {**none, **{ours: fields[name] for ours, name in named.items() if name in fields}}
-         | {name: value for name, value in fields.items() if name not in left})
+        (place, {ours: fields[name] for ours, name in named.items() if name in fields}
+         | {name: value for name, value in fields.items() if name not in left and not (none and meant(name) in none)})
         for place, fields in records
     )  # fmt: skip

@@ -85,13 +85,13 @@ def read_draft(fields: dict[str, Any], place: str, default_id: str) -> Draft:
     if KNOWN.isdisjoint(given):
         raise _unknown_fields(given, place)
     for name in given:
-        if name in KNOWN or (meant := _meant(name)) is None:
+        if name in KNOWN or (ours := meant(name)) is None:
             continue
-        if meant not in fields and _EXACT.get(meant) not in fields:
-            unit = ", in seconds" if meant in _EXACT else ""
+        if ours not in given and _EXACT.get(ours) not in given:
+            unit = ", in seconds" if ours in _EXACT else ""
             raise TraceError(
-                f"{place}: field {name!r} is not known; did you mean {meant!r}{unit}? (trace.columns={{{meant}: "
-                f"{name}}} says so; {meant}: null, that it is a field of your own)"
+                f"{place}: field {name!r} is not known; did you mean {ours!r}{unit}? (trace.columns={{{ours}: "
+                f"{name}}} says so; {ours}: null, that it is a field of your own)"
             )
     request_id = check.name_text(given.get("request_id", default_id), place, "request_id")
     prompt, num_prompt = _content(given, place, "prompt")
@@ -151,7 +151,7 @@ def ignored_fields(names: Iterable[str]) -> tuple[str, ...]:
 
 
 @cache
-def _meant(name: str) -> str | None:
+def meant(name: str) -> str | None:
     """Returns the known field of which `name` is probably a misspelling, or the same in another unit (`think_ms`);
     None: it is a field of another schema, which may add words to a known name (`max_output_tokens`)."""
     from difflib import get_close_matches  # seldom needed

@@ -116,7 +116,7 @@ def _object(node: ast.expr, there: dict[str, Any]) -> Any:
     """Returns what a name stands for, or a dotted name that leads through modules; else None."""
     if isinstance(node, ast.Name):
         return there.get(node.id)
-    module = _object(node.value, there) if isinstance(node, ast.Attribute) else None
-    return (
-        getattr(module, node.attr, None) if isinstance(node, ast.Attribute) and isinstance(module, ModuleType) else None
-    )
+    if not isinstance(node, ast.Attribute):
+        return None
+    module = _object(node.value, there)
+    return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -36,7 +37,7 @@ from experiments.runs.replacing import claimed, put_back
 from experiments.runs.run_folder import ABSENT, locked, refuse_overwrite, write_json, writing
 from experiments.wiring import build, engines
 from experiments.wiring.build_engine import check_prompts, check_token_ids
-from experiments.wiring.costs import CostEstimator, itemise, kernel_notes, watches_of
+from experiments.wiring.costs import CostEstimator, Watch, itemise, kernel_notes, watches_of
 from experiments.wiring.engines import batch_limits, status_lines
 from experiments.wiring.foreign import policy_failure
 from experiments.wiring.traces import build_source, build_trace, describe_trace, end_token_ids
@@ -198,7 +199,6 @@ def _run(
     progress = Progress(trace.num_requests, manifest["backend"])
     write_json(folder / "manifest.json", manifest)  # early, so that the tape of a killed run can be replayed
     watches = watches_of(prepared.cost)
-    noting = watches if prepared.cost is None else [*watches, estimator]
     ledger = OperatorLedger(folder, itemise(prepared.cost)) if config.record.operators else None
     shared = [one for one in (prepared.checker, *watches, watcher) if one is not None]
     shared += [*batch_limits(config), progress]
@@ -228,17 +228,22 @@ def _run(
         "num_unsent": None if trace.num_requests is None else trace.num_requests - records.num_sent,
         "num_cut_outputs": sum(recorder.num_cut for recorder in records.recorders),
         "num_cut_output_tokens": sum(recorder.num_cut_tokens for recorder in records.recorders),
-        "cost_notes": [
-            *(note for one in noting for note in one.notes()),
-            *build.pool_notes(config),
-            *kernel_notes(config),
-        ],
-        "cost_shares": next((one.shares() for one in watches if isinstance(one, OriginWatch)), None),
-        "num_extrapolated_steps": max([one.num_outside for one in watches if isinstance(one, RangeWatch)], default=0),
+        **_of_prices(config, watches, None if prepared.cost is None else estimator),
         **({} if prepared.replay is None else prepared.replay.describe(described["num_steps"])),
     }
     with undisturbed():
         return _close(config, folder, manifest, records, failure, has_summary=has_summary)
+
+
+def _of_prices(config: RunConfig, watches: Sequence[Watch], estimator: CostEstimator | None) -> dict[str, Any]:
+    """Returns what the manifest has on the step times. estimator: of a run whose steps are priced."""
+    noting = watches if estimator is None else [*watches, estimator]
+    notes = [*(note for one in noting for note in one.notes()), *build.pool_notes(config), *kernel_notes(config)]
+    return {
+        "cost_notes": notes,
+        "cost_shares": next((one.shares() for one in watches if isinstance(one, OriginWatch)), None),
+        "num_extrapolated_steps": max([one.num_outside for one in watches if isinstance(one, RangeWatch)], default=0),
+    }
 
 
 def _drive(

@@ -55,6 +55,7 @@ PRICED_FIELDS = (  # device fields on which only step times depend
 )  # fmt: skip
 ESTIMATED = ("cpu", "mi300x", "t4")  # the library's devices whose kernels nobody timed
 _Cost = TypeVar("_Cost", bound=RooflineCost)
+Watch = RangeWatch | OriginWatch | MixedWatch  # counts steps whose times rest on no measurement
 
 
 def block_bytes(config: RunConfig) -> int:
@@ -116,7 +117,7 @@ def _own(config: RunConfig, node: dict[str, Any]) -> CostModel:
     return cast(CostModel, model)
 
 
-def watches_of(cost: CostModel | None) -> list[RangeWatch | OriginWatch | MixedWatch]:
+def watches_of(cost: CostModel | None) -> list[Watch]:
     """Returns recorders that count the steps whose times rest on no measurement: of the cost model, or of those of ours
     that a user's own one has in its attributes."""
     held = (cost, *(vars(cost).values() if hasattr(cost, "__dict__") else ()))
